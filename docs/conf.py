@@ -26,7 +26,7 @@ extensions = [
     "sphinxarg.ext",
 ]
 templates_path: list[str] = []
-exclude_patterns = ["reference/*.rendered.md"]  # render_reference.py makes them for readers without the site
+exclude_patterns = ["reference/*.rendered.md"]  # these pages are for readers without the site
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["proxyccl.css"]

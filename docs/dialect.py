@@ -2,9 +2,9 @@
 
  python docs/dialect.py
 
-It reads the tracked Markdown, the comments, docstrings and messages of Python and C, and the comments of Makefile and
-TOML. Code is left out, and so is CHANGELOG.md, which is history. `make lint` runs it. A phrase is listed only if it is
-wrong nearly everywhere.
+The script reads the tracked Markdown, the comments, docstrings and messages of Python and C, and the comments of
+Makefile and TOML. Code is left out, and so is CHANGELOG.md, which is history. `make lint` runs it. A phrase is listed
+only if it is wrong nearly everywhere.
 """
 
 import io
@@ -25,7 +25,7 @@ _BEHIND = (
     r"|each|every|any|one|earlier|which|whom)\b"
 )
 PHRASES = {
-    _BEHIND: "after",  # does not match "left behind", "a call behind" or "wait behind a put"
+    _BEHIND: "after",  # the pattern does not match "left behind", "a call behind" or "wait behind a put"
     rf"(?<!\bthere )(is|are|was|were) no (?!{_COMPARISON})[a-z]": "is not a, are not",
     r"to be had\b|(can't|can not|cannot) be had\b|is had\b": "supported, available",
     r"knows? no (?!such\b)": "does not know about",

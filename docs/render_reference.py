@@ -3,7 +3,7 @@
 python docs/render_reference.py            writes docs/reference/PAGE.rendered.md for each PAGE.md with such directives
 python docs/render_reference.py --check    exits with 1 and lists the pages that would change; `make lint` runs it
 
-On the site Sphinx expands the directives of the pages, and leaves the rendered ones out. GitHub and editors show
+On the site Sphinx expands the directives of the pages, and leaves the rendered pages out. GitHub and editors show
 directives as text, so the rendered pages are committed.
 """
 

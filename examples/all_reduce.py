@@ -13,7 +13,7 @@ import numpy as np
 
 from proxyccl import Communicator
 
-COUNT = 100_003  # a prime, so that no algorithm can divide the array evenly
+COUNT = 100_003  # a prime number, so that no algorithm can divide the array evenly
 REPEATS = 20
 
 
@@ -27,7 +27,7 @@ def main() -> None:
         comm.all_reduce(x)
         assert np.array_equal(x.numpy(), expected)
 
-        # Calls out of place, queued on a stream, which keeps the calls in order.
+        # Both calls write to other arrays, and run in order on one stream.
         x.upload(own)
         largest, average = comm.empty(COUNT, "float32"), comm.empty(COUNT, "float32")
         stream = comm.runtime.create_stream()

@@ -42,7 +42,7 @@ extern "C" __global__ void alltoall(DeviceHandle<mscclpp::ProxyChannel>* proxyCh
   localAlltoall(proxyChans, rank, nRanks, nElements);
 }
 """
-COUNT = 10_000  # integers that each rank sends to each other rank
+COUNT = 10_000  # the number of integers that each rank sends to each other rank
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
         for peer in channels.peers:
             assert np.array_equal(received[peer], message(peer, rank)), f"wrong data from rank {peer}"
         assert np.all(received[rank] == -1)  # The kernel does not copy a rank's message to itself.
-        # Each put was flushed, so the proxy has counted all of them.
+        # Each put was flushed, so the proxy has counted all puts.
         counters = [channel.counters for channel in channels]
         assert [c.bytes for c in counters] == [COUNT * 4] * (ranks - 1)
         if rank == 0:

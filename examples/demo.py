@@ -1,8 +1,8 @@
 """`make demo`: trains two classifiers on 4 ranks, over both kinds of channel, and reports the data moved.
 
-It starts the two digits examples under mpiexec and shows their progress. It checks that the final weights equal those
-of a training in one process, that the accuracy is high enough, and that the proxies moved data only in the variants
-that use them. The exit code is 1 if a check fails.
+The demo starts the two digits examples under mpiexec and shows their progress. The demo checks that the final weights
+equal those of a training in one process, that the accuracy is high enough, and that the proxies moved data only in the
+variants that use them. The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Training:
     pushes_triggers: bool = False
 
 
-MOE = ("--epochs", "12")  # enough to reach the final accuracy; an epoch is 12 batches of 6 collectives
+MOE = ("--epochs", "12")  # enough epochs to reach the final accuracy; an epoch has 72 collectives
 TRAININGS = (
     Training("Data-parallel: gradients are summed by all_reduce", "digits_data_parallel.py", (), "SmChannel"),
     Training("The same, by proxy", "digits_data_parallel.py", ("--algorithm", "proxy"), "ProxyChannel"),

@@ -1,10 +1,10 @@
 """Training that continues after the loss of a rank: the other ranks shrink the communicator and do all work.
 
-The training is that of digits_data_parallel.py. One rank is killed in the middle. A collective needs every rank, so no
-remaining rank is then more than one step ahead of another. A rank that is ahead undoes its last step, and all ranks
-repeat that step, so every step takes effect exactly once. The example checks this: the weights must be bitwise equal to
-those of a training that shrinks its communicator on purpose at the same step, and agree within 1e-5 with those of a
-training in one process.
+The training is that of digits_data_parallel.py. In the middle of the training, one rank is killed. A collective needs
+every rank, so no remaining rank is then more than one step ahead of another. A rank that is ahead undoes its last step,
+and all ranks repeat that step, so every step takes effect exactly once. The example checks this: the weights must be
+bitwise equal to those of a training that shrinks its communicator on purpose at the same step, and agree within 1e-5
+with those of a training in one process.
 
     python examples/digits_after_a_loss.py
     python examples/digits_after_a_loss.py --ranks 5 --lose 0
@@ -31,7 +31,7 @@ BATCH = 64
 
 
 def agree(comm: Communicator, step: int) -> int:
-    """Returns the earliest step that some rank has not completed. All ranks call this together."""
+    """Returns the earliest step that some rank has not completed. All ranks make this call together."""
     return min(int.from_bytes(theirs, "little") for theirs in comm.all_gather_bytes(step.to_bytes(4, "little")))
 
 

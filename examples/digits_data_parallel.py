@@ -7,7 +7,8 @@ weights must agree within 1e-5.
     mpiexec -n 4 python -m mpi4py examples/digits_data_parallel.py
     mpiexec -n 4 python -m mpi4py examples/digits_data_parallel.py --algorithm proxy
 
-Both runs keep the weights in float64 and round the gradients to float32, so they differ only in the order of summation.
+The distributed run and rank 0's run keep the weights in float64 and round the gradients to float32, so they differ only
+in the order of summation.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from proxyccl import Communicator
 LAYERS = (64, 48, 10)
 LEARNING_RATE = 0.2
 TOLERANCE = 1e-5
-SAMPLES, TEST_SAMPLES = 1797, 360  # the number of scikit-learn's digits, and of those kept for the test
+SAMPLES, TEST_SAMPLES = 1797, 360  # the number of scikit-learn's digits, and of test digits
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -115,10 +116,10 @@ class Perceptron:
 
 
 def load(comm: Communicator) -> tuple[Digits, Digits]:
-    """Returns training and test samples, shuffled. Rank 0 reads them for all ranks, which call this together."""
+    """Returns training and test samples, shuffled. Rank 0 reads them for all ranks, which make this call together."""
     table = comm.empty((SAMPLES, LAYERS[0] + 1), "float64")
     if comm.rank == 0:
-        from sklearn.datasets import load_digits  # only rank 0 reads them, because this takes seconds
+        from sklearn.datasets import load_digits  # only rank 0 reads the digits, because this takes seconds
 
         images, labels = load_digits(return_X_y=True)
         order = np.random.default_rng(0).permutation(SAMPLES)
@@ -167,13 +168,7 @@ def train(
 
 
 def run(comm: Communicator, *, epochs: int = 20, batch: int = 64, algorithm: str | None = None) -> Result:
-    """Trains on all ranks, then alone on rank 0, and compares. All ranks call this together.
-
-    Args:
-        comm: the ranks.
-        epochs: passes over the training samples.
-        batch: samples in a batch, over all ranks.
-        algorithm: how gradients are reduced; see `Communicator.all_reduce`.
+    """Trains on all ranks, then alone on rank 0, and compares the weights. All ranks make this call together.
 
     Returns:
         The result; `reference_accuracy` and `difference` are 0 except on rank 0.

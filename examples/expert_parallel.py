@@ -91,7 +91,7 @@ def initialize_distributed() -> tuple[int, int, int]:
     import torch
     import torch.distributed as dist
 
-    if "MASTER_ADDR" not in os.environ:  # torchrun sets this variable and the others below
+    if "MASTER_ADDR" not in os.environ:  # torchrun sets MASTER_ADDR and the variables below
         from mpi4py import MPI
 
         world = MPI.COMM_WORLD
@@ -105,12 +105,12 @@ def initialize_distributed() -> tuple[int, int, int]:
         node.Free()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group("gloo")  # only for the bootstrap, not for tokens
+    dist.init_process_group("gloo")  # this process group moves no tokens; it only connects the layer's ranks
     return dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def with_numpy(options: argparse.Namespace) -> str:
-    """Runs the example with numpy arrays, which need the host runtime. The group is a communicator."""
+    """Runs the example with numpy arrays, which need the host runtime."""
     with Communicator(runtime="host") as ep_group:
         experts = options.experts_per_rank * ep_group.world_size
         ep_layer = EPAll2AllLayer(

@@ -69,7 +69,7 @@ class AllToAll:
         by_expert = came_experts.argsort(stable=True)
         bounds = torch.searchsorted(came_experts[by_expert], torch.arange(self._local + 1, device=x.device))
         ends = aligned(bounds.diff(), self._alignment).cumsum(0)
-        shifts = torch.cat([ends.new_zeros(1), ends]) - bounds  # the last entry is for unsent rows
+        shifts = torch.cat([ends.new_zeros(1), ends]) - bounds  # the last entry is the shift of unsent rows
         target = torch.empty_like(by_expert)
         target[by_expert] = torch.arange(len(by_expert), device=x.device) + shifts[came_experts[by_expert]]
         grouped = x.new_zeros(len(came) + self._local * self._alignment, x.shape[1]).index_copy(0, target, came)

@@ -3,7 +3,7 @@
 The product A @ B is split along its inner dimension, as in a tensor-parallel layer. Each rank has some columns of A and
 the matching rows of B, and computes a partial product. Rank r receives the r-th strip of rows of all partial products
 and sums them. All of this is one kernel. Block p computes the tiles of rank p's strip and puts each tile through the
-proxy. Meanwhile the block for this rank's own strip adds up the tiles that arrive.
+proxy. At the same time, the block for this rank's own strip adds up the tiles that arrive.
 
     mpiexec -n 2 python -m mpi4py examples/fused.py
 """

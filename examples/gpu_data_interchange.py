@@ -1,8 +1,8 @@
 """GPU data interchange: RDMA step by step, from finding the devices to a verified transfer.
 
-Every rank counts as a node. A kernel fills a buffer, which the proxy writes into the next rank's memory by RDMA. Then
-the kernel checks the bytes that came from the previous rank. The steps and the printed lines are those of MORI's
-simple_gpu_interchange; making a communicator does steps 3 to 5.
+The program treats every rank as a node, so that all transfers use RDMA. A kernel fills a buffer, which the proxy writes
+into the next rank's memory by RDMA. Then the kernel checks the bytes that came from the previous rank. The steps and
+the printed lines are those of MORI's simple_gpu_interchange; making a communicator does steps 3 to 5.
 
     mpiexec -n 2 python -m mpi4py examples/gpu_data_interchange.py
 

@@ -47,16 +47,16 @@ HEIGHT, WIDTH, STEPS = 37, 53, 41
 
 with Communicator() as comm:
     rank, ranks = comm.rank, comm.world_size
-    shares = [len(share) for share in np.array_split(np.arange(HEIGHT), ranks)]  # for example 13, 12 and 12 rows
+    shares = [len(share) for share in np.array_split(np.arange(HEIGHT), ranks)]  # rows of each rank, such as 13, 12, 12
     first, rows, room = sum(shares[:rank]), shares[rank], max(shares) + 2
     plate = np.random.default_rng(0).random((HEIGHT, WIDTH), np.float32)
     mine = np.zeros((2, room, WIDTH), np.float32)
     mine[0, 1 : rows + 1] = plate[first : first + rows]
-    u = comm.empty(mine.shape, "float32").upload(mine)  # the same shape on all ranks
+    u = comm.empty(mine.shape, "float32").upload(mine)  # `u` has the same shape on all ranks
 
-    channels = comm.proxy_channels(u)  # channels to every other rank, in the order of ranks
+    channels = comm.proxy_channels(u)  # a channel to every other rank, in the order of ranks
     above = rank - 1 if rank > 0 else -1
-    below = rank if rank < ranks - 1 else -1  # the list of channels skips this rank
+    below = rank if rank < ranks - 1 else -1  # `channels` has no entry for this rank
     last = shares[rank - 1] + 1
     kernel = comm.compile(KERNEL, "spread")
     comm.barrier()  # no neighbour puts into u before this rank has filled it

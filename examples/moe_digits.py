@@ -247,7 +247,8 @@ class Forward:
 
 
 class Model:
-    """Encoder, router and classifier around a mixture of experts. One vector holds the weights of these three."""
+    """Encoder, router and classifier around a mixture of experts. One vector holds the weights of encoder, router and
+    classifier."""
 
     def __init__(self, layer: Layer, num_experts: int) -> None:
         rng = np.random.default_rng(0)
@@ -320,13 +321,7 @@ def train(
 
 
 def run(comm: Communicator, *, epochs: int = 20, batch: int = 128, proxied: bool = False) -> Result:
-    """Trains on all ranks, then alone on rank 0, and compares. All ranks call this together.
-
-    Args:
-        comm: the ranks.
-        epochs: passes over the training samples.
-        batch: samples in a batch, over all ranks.
-        proxied: whether triggers move all data.
+    """Trains on all ranks, then alone on rank 0, and compares the weights. All ranks make this call together.
 
     Returns:
         The result; `reference_accuracy` and `difference` are 0 except on rank 0.

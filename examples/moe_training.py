@@ -6,9 +6,9 @@
 
 The model is trained twice, with the same weights and data. In one training, `EPAll2AllLayer` sends tokens to their
 experts, and the backend `proxyccl` reduces the dense parts' gradients; in the other, torch's own backend does both
-(`experts_by_all_to_all.py`). The two trainings alternate, always with the same batch. Their losses must agree and fall,
-and all ranks must end with the same dense weights. If there is a GPU for each rank, the training runs on GPUs in
-bfloat16; otherwise a small model is trained on CPUs in float32.
+(`experts_by_all_to_all.py`). The two trainings alternate, always with the same batch. The losses of both trainings must
+agree and fall, and all ranks must end with the same dense weights. If there is a GPU for each rank, the training runs
+on GPUs in bfloat16; otherwise a small model is trained on CPUs in float32.
 
 An expert gets tokens of all ranks, so its gradient is a sum over ranks, whereas the dense parts' gradients are averages
 over ranks. The optimizer therefore divides the experts' gradients by the number of ranks.
@@ -37,14 +37,14 @@ from torch.nn.parallel import DistributedDataParallel
 import proxyccl.torch  # noqa: F401  torch 2.15 and later find the backend without this line
 from proxyccl import EPAll2AllLayer
 
-grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the name in older versions of torch
+grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # older versions of torch have `_grouped_mm`
 
 LAYERS, VOCABULARY = 8, 256
-WARM_UP = 11  # Warm-up steps that DistributedDataParallel needs before a capture.
+WARM_UP = 11  # The number of warm-up steps that DistributedDataParallel needs before a capture.
 ALIGNMENT = 8  # Alignment of an expert's first row, in rows; grouped_mm needs 16 bytes.
-ROOM = 2  # Captured steps have room for this multiple of the rows of an even routing.
+ROOM = 2  # In captured steps, outputs have room for this multiple of the rows of an even routing.
 MOMENTUM = 0.9
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # allowed difference of the losses, relative to the first loss
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # largest allowed difference of the losses / first loss
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Exchange(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees its memory. All ranks call this together."""
+        """Frees its memory. All ranks make this call together."""
         ...
 
 
@@ -116,12 +116,7 @@ class ByProxyCCL:
     """See `Exchange`. All layers of the model share one `EPAll2AllLayer`, because any number of dispatches can precede
     their combines.
 
-    Args:
-        group: the ranks.
-        sizes: the model's sizes.
-        dtype: the element type of tokens.
-        captured: whether calls are captured in a graph. If so, outputs have a fixed number of rows, and the CPU does
-            not wait.
+    If calls are captured in a graph, outputs have a fixed number of rows, and the CPU does not wait.
     """
 
     def __init__(self, group: Any, sizes: Sizes, dtype: torch.dtype, *, captured: bool) -> None:
@@ -129,7 +124,7 @@ class ByProxyCCL:
         local = sizes.experts // ranks
         self._own = slice(rank * local, (rank + 1) * local)
         self._layer = EPAll2AllLayer(
-            group,  # only connects the layer's ranks; tokens do not use it
+            group,  # the group only connects the layer's ranks, and moves no tokens
             sizes.tokens,
             sizes.hidden,
             sizes.topk,
@@ -249,13 +244,6 @@ class Where:
 class Training:
     """A training of the model with one backend.
 
-    Args:
-        name: the backend's name.
-        group: the process group of the dense parts' collectives.
-        exchange: sends tokens to their experts and back.
-        sizes: the model's sizes.
-        where: the device, types and wrapper of the model.
-
     Attributes:
         losses: the losses of all steps, on this rank's data.
         seconds: for each turn, the time of a step, and the part of that time in which the CPU issued the step.
@@ -333,7 +321,7 @@ class Training:
         for parameter in self._dense:
             own = parameter.detach()
             if isinstance(own, DTensor):
-                continue  # skipped, because each weight is on one rank only
+                continue  # FSDP2's weights are skipped, because each element is on one rank only
             first = own.clone()
             dist.broadcast(first, 0)
             wrong += int((first != own).sum())
@@ -347,7 +335,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Result:
-    """The measurements of one training. Each value is the slowest rank's, as the median over turns.
+    """The measurements of one training. Each value is the median over turns of the slowest rank's value.
 
     Attributes:
         tokens_per_second: tokens per second of all ranks together.
@@ -364,7 +352,7 @@ class Result:
 
 
 def result_of(training: Training, sizes: Sizes, *, captured: bool) -> Result:
-    """Returns the result of a training. All ranks call this together."""
+    """Returns the result of a training. All ranks make this call together."""
     figures = torch.tensor(training.seconds[1:], dtype=torch.float64)  # the first turn is a warm-up
     losses = torch.stack(training.losses).double().cpu()
     everyones = [torch.zeros_like(figures) for _ in range(dist.get_world_size())]
@@ -400,7 +388,7 @@ def batch_of(sizes: Sizes, rank: int, device: torch.device) -> Tensor:
 
 
 def measure(sizes: Sizes, where: Where, *, captured: bool) -> list[Result]:
-    """Trains with both backends in turns. Returns the results. All ranks call this together."""
+    """Trains with both backends in turns. Returns the results. All ranks make this call together."""
     peer = dist.group.WORLD
     ours = dist.new_group(backend="proxyccl")
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -64,8 +64,8 @@ extern "C" __global__ void put_and_multiply(DeviceHandle<ProxyChannel> next, Dev
 }
 """
 PUSHED, FIRST_TILE, ARRIVED, LAST_TILE, TILES_BEFORE_ARRIVAL, EVENTS = range(6)
-COUNT = 1024 * 1024  # Floats of the vector that is sent.
-N = 192  # Rows and columns of the matrices.
+COUNT = 1024 * 1024  # The number of floats in the sent vector.
+N = 192  # The number of rows and of columns of each matrix.
 TILE = 16
 BLOCKS = 2
 

@@ -15,7 +15,7 @@ from ray.experimental import set_target_for_ref
 import proxyccl.ray
 
 LAYERS, WIDTH = 4, 512
-proxyccl.ray.register()  # must precede the classes that use the transport
+proxyccl.ray.register()  # must be called before the classes that use the transport are defined
 
 
 def weights_of(step: int) -> list[torch.Tensor]:
@@ -34,7 +34,7 @@ class Trainer:
 
 @ray.remote(enable_tensor_transport=True)
 class Sampler:
-    """Receives weights. The methods return the number of bytes."""
+    """Receives weights. Both methods return the number of received bytes."""
 
     def __init__(self) -> None:
         self.buffers = [torch.zeros(WIDTH, WIDTH) for _ in range(LAYERS)]

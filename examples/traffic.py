@@ -29,7 +29,7 @@ class ProxyTraffic:
 
 
 def proxy_traffic(comm: Communicator) -> ProxyTraffic:
-    """Returns the sum over all channels of all ranks. All ranks call this together."""
+    """Returns the sum of the counters of all channels on all ranks. All ranks make this call together."""
     comm.barrier()
     comm.synchronize()  # no transfer is pending, so the counters are complete
     own = np.zeros(3, np.int64)

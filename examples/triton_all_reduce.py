@@ -1,8 +1,8 @@
 """A one-shot all-reduce over SmChannels in Triton: every rank sends its values to all ranks, and sums all values.
 
 Values are sent as packets, which need no signal. Calls alternate between two halves of the packet buffer, because a
-rank may begin the next call while a peer still reads. The packets' flag is the number of the call. Each program counts
-calls in device memory, so that a captured graph can be replayed.
+rank may begin the next call while a peer still reads packets of this call. The packets' flag is the number of the call.
+Each program counts calls in device memory, so that a captured graph can be replayed.
 
     mpiexec -n 4 python -m mpi4py examples/triton_all_reduce.py
 

@@ -28,7 +28,7 @@ def all_to_all(channels, barrier, rank, ranks, nbytes):
         pt.sync_grid(barrier)
 
 
-COUNT = 10_000  # integers that each rank sends to each other rank
+COUNT = 10_000  # the number of integers that each rank sends to each other rank
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
 - GEMM + all-reduce: each rank has a share of the inner dimension, and C is the sum of the ranks' products. Rank r owns
   the r-th share of C's rows. A rank first computes the rows that other ranks own, and sends them as soon as they are
   complete.
-- All-gather + GEMM: each rank has a share of A's rows, and needs all rows of A * B. A kernel starts to send its own
-  rows and multiplies them meanwhile, and then multiplies the other ranks' rows as these arrive.
+- All-gather + GEMM: each rank has a share of A's rows, and needs all rows of A * B. A kernel sends its own rank's rows
+  and multiplies them at the same time, and then multiplies the other ranks' rows as these arrive.
 
     mpiexec -n 2 python -m mpi4py examples/triton_overlapped_gemm.py
 
@@ -55,7 +55,7 @@ def gemm_all_reduce(
         row = owner * share + within // (N // BN) * BM
         multiply_tile(a, b, memory, row, within % (N // BN) * BN, N, K, BM, BN, BK)
         pt.sync_threads_system()
-        if tl.atomic_add(done + owner, 1, sem="acq_rel", scope="gpu") == tiles - 1:  # The share is complete.
+        if tl.atomic_add(done + owner, 1, sem="acq_rel", scope="gpu") == tiles - 1:  # This program completed the share.
             tl.store(done + owner, 0)  # Resets the count for the next launch.
             if owner != rank:
                 channel = pt.channel(channels, owner - (owner > rank).to(tl.int32))
@@ -79,14 +79,15 @@ def gemm_all_reduce(
             pt.put_with_signal(pt.channel(channels, i), mine, mine, elements * 2)
         for i in range(ranks - 1):
             pt.wait(pt.channel(channels, i))
-            pt.flush(pt.channel(channels, i))  # afterwards the next launch may overwrite the products
+            pt.flush(pt.channel(channels, i))  # after the flush, the next launch may overwrite the products
 
 
 @triton.jit
 def all_gather_gemm(
     a, b, c, channels, barrier, rank, ranks, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """`a` is [M, K]. This rank's share of its rows is filled before the launch; the kernel receives the other shares.
+    """`a` is [M, K]. This rank's share of the rows of `a` is filled before the launch; the kernel receives the other
+    shares.
 
     All ranks must synchronize before the next launch sends new rows, because a rank may still multiply the old rows.
     """
@@ -108,7 +109,7 @@ def all_gather_gemm(
             multiply_tile(a, b, c, row, tile % (N // BN) * BN, N, K, BM, BN, BK)
     if program == 0:
         for i in range(ranks - 1):
-            pt.flush(pt.channel(channels, i))  # afterwards this rank's rows may be overwritten
+            pt.flush(pt.channel(channels, i))  # after the flush, this rank's rows of `a` may be overwritten
 
 
 TILES = {"BM": 16, "BN": 16, "BK": 16}

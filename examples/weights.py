@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from proxyccl.transfer import Agent, DisconnectedError
 from proxyccl.weights import WeightSource, WeightTarget
 
-RANKS = 2  # ranks of the trainer, and of the samplers
+RANKS = 2  # the number of ranks of the trainer, and of each sampler
 STEPS = 5
 ENDS_AFTER = 3  # the step after which the last sampler ends, and a new one of the same name starts
 GPUS = torch.cuda.device_count()
@@ -81,7 +81,7 @@ def train(rank: int, place: Path, hidden: int, layers: int) -> None:
             optimizer.zero_grad()
             expected = {name: parameter.full_tensor().cpu() for name, parameter in model.named_parameters()}
             if rank == 0:
-                torch.save(expected, place / f"step{step}.pt")  # the samplers compare with this file
+                torch.save(expected, place / f"step{step}.pt")  # the samplers compare received weights with this file
             if GPUS:
                 torch.cuda.synchronize()
             dist.barrier()
@@ -100,13 +100,13 @@ def sample(rank: int, place: Path, hidden: int, layers: int, last_step: int) -> 
     columns, rows = slice(rank * hidden // RANKS, (rank + 1) * hidden // RANKS), hidden // RANKS
     parts: list[
         tuple[str, torch.Tensor, slice, tuple[slice, ...]]
-    ] = []  # name, array, rows of the array, slices of the tensor
+    ] = []  # a tensor's name, the array, the array's rows, the tensor's slices
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16, device=device)
 
     for layer in range(layers):
-        own = (slice(rank * rows, (rank + 1) * rows), slice(None))  # slices of a column-parallel layer
+        own = (slice(rank * rows, (rank + 1) * rows), slice(None))  # the rows of a column-parallel layer's weight
         qkv = empty(3 * rows, hidden)
         for index, name in enumerate("qkv"):
             parts.append((f"{layer}.{name}.weight", qkv, slice(index * rows, (index + 1) * rows), own))

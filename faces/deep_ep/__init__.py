@@ -2,8 +2,8 @@
 also import this package as `deep_ep`.
 
 `Buffer` has the names, arguments, defaults, shapes and meanings of DeepEP 1.2.1, and `ElasticBuffer` those of DeepEP
-2.1.0. Both classes translate their calls to calls of `EPAll2AllLayer`. A call that uses an unsupported feature raises
-NotImplementedError, which names the feature.
+2.1.0. `Buffer` and `ElasticBuffer` translate their calls to calls of `EPAll2AllLayer`. A call that uses an unsupported
+feature raises NotImplementedError, which names the feature.
 """
 
 import torch

@@ -34,7 +34,7 @@ class Buffer(Connected):
             it.
         low_latency_mode: stored as an attribute, without other effect; every buffer works in both modes.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: without effect.
-        explicitly_destroy: whether the caller calls `destroy`. Otherwise the memory lives until the process ends.
+        explicitly_destroy: whether the caller calls `destroy`; if False, the memory lives until the process ends.
         enable_shrink: whether the buffer continues after ranks are lost. The call during which a rank is lost raises an
             error that names the lost rank, on all remaining ranks. The next dispatch runs on the remaining ranks, sends
             nothing to the lost ranks' experts, and keeps all shapes. See `low_latency_query_mask_buffer`.
@@ -199,9 +199,9 @@ class Buffer(Connected):
             topk_weights: float32 [T, topk], or None. Either all ranks pass weights, or no rank does.
             expert_alignment: the returned number of rows of each expert is rounded up to a multiple of this number.
             num_worst_tokens: the number of rows of every output, the same on all ranks; 0 for outputs of the exact
-                size, for which the CPU waits. If it is not 0, a rank can send at most num_worst_tokens / ranks tokens,
-                or as many as the rank with the most tokens sent in the first such call if that is more. This argument
-                also works across nodes.
+                size, for which the CPU waits. If num_worst_tokens is not 0, a rank can send at most num_worst_tokens /
+                ranks tokens or, if that is more, the largest number of tokens that any rank sent in the first call with
+                num_worst_tokens. num_worst_tokens also works across nodes.
             config: its num_sms limits the number of multiprocessors; None for `Buffer.num_sms`. All ranks pass the same
                 number.
             previous_event, async_finish, allocate_on_comm_stream: as for `get_dispatch_layout`.
@@ -333,10 +333,10 @@ class Buffer(Connected):
             round_scale: whether scales are rounded to powers of two.
             use_ue8m0: whether scales are returned as packed exponents, which needs round_scale.
             use_nvfp4: whether rows are sent in NVFP4, as forks of DeepEP do: each 16 values have a float8 scale, and
-                element * scale / x_global_scale is the value (device/kernels/nvfp4_rows.h has the formula). The hidden
-                size is then a multiple of 64, and use_fp8 is False.
+                element * scale / x_global_scale is the value (device/kernels/nvfp4_rows.h has the formula). With
+                use_nvfp4, the hidden size must be a multiple of 64, and use_fp8 must be False.
             x_global_scale: with use_nvfp4, a float32 tensor of one value, or of several equal values, of which the
-                first is used; None for 1. The same on all ranks.
+                first is used; None for 1. All ranks pass the same value.
             async_finish: as for `get_dispatch_layout`; can't be combined with return_recv_hook.
             return_recv_hook: whether the call only sends, and returns a hook that receives the rows. The caller calls
                 the hook once, and leaves x and topk_idx unchanged until then.
@@ -407,14 +407,14 @@ class Buffer(Connected):
                 change until the hook is called.
             out: bfloat16 [T, hidden], or None for a new tensor.
             combine_wait_recv_cost_stats: must be None.
-            overlap: whether a kernel on another stream still computes `x`, as in forks of DeepEP. The call then waits
-                for that kernel's counters, comp_signal or src_signals, before it reads rows. Until all counters have
-                reached their value, the call takes num_sms multiprocessors. The hook does not read the counters.
-                Without overlap, the following arguments have no effect.
+            overlap: whether a kernel on another stream still computes `x`, as in forks of DeepEP. With overlap, the
+                call waits for that kernel's counters, comp_signal or src_signals, before it reads rows. Until all
+                counters have reached their value, the call takes num_sms multiprocessors. The hook does not read the
+                counters. Without overlap, the following arguments have no effect.
             packed_recv_count: without effect, because the handle has the counts.
             comp_signal: int32 or uint32 [experts of this rank * blocks]: the counter of each `block_m` consecutive rows
-                of an expert; blocks is the number of rows of an expert / block_m, rounded up. Rows that the experts did
-                not receive are not waited for.
+                of an expert; blocks is the number of rows of an expert / block_m, rounded up. The call does not wait
+                for rows that the experts did not receive.
             block_m: the number of rows that share a counter.
             threshold: the value of comp_signal from which on rows are complete.
             num_sms: the most multiprocessors that send rows; None for as many as the dispatch took.
@@ -490,8 +490,8 @@ class Buffer(Connected):
         self._masks.clean()
 
     def _layers_of_the_left(self) -> Layers:
-        """After ranks were lost or masked, all remaining ranks first make a communicator without these ranks, and new
-        layers.
+        """Returns the layers. If ranks were lost or masked, all remaining ranks first make a communicator without these
+        ranks, and new layers.
         """
         layers = self._layers
         if layers is not None and not self.enable_shrink:
@@ -512,7 +512,6 @@ class Buffer(Connected):
 def _overlap(
     comp_signal: Any, block_m: Any, threshold: Any, num_sms: Any, src_signals: Any, expected: Any
 ) -> low_latency.Overlap:
-    """Returns the checked arguments of a combine with `overlap`."""
     if (comp_signal is None) == (src_signals is None):
         raise ArgumentError("overlap", "expected either comp_signal or src_signals with overlap")
     sms = 0 if num_sms is None else whole_number("num_sms", num_sms, 1)

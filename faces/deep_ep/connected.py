@@ -45,7 +45,7 @@ class Connected:
         self._layers: Layers | None = Layers(self.communicator)
 
     def destroy(self) -> None:
-        """Releases the memory. All ranks call this together. A second call does nothing.
+        """Releases the memory. All ranks make this call together. A second call does nothing.
 
         Raises:
             ArgumentError: the buffer was made without `explicitly_destroy`.
@@ -145,7 +145,7 @@ class Connected:
             event = EventHandle()
         finally:
             torch.cuda.set_stream(current)
-        if not torch.cuda.is_current_stream_capturing():  # a CUDA graph keeps the memory that it uses
+        if not torch.cuda.is_current_stream_capturing():  # a CUDA graph keeps its tensors' memory
             for tensor in _tensors(used):
                 tensor.record_stream(self._stream)
             for tensor in _tensors(result):

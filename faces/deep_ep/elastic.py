@@ -40,15 +40,15 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         num_max_tokens_per_rank: the default of a dispatch's argument of the same name; the same on all ranks.
         hidden, num_topk, use_fp8_dispatch: the arguments of `get_buffer_size_hint` if num_bytes is None.
         deterministic: without effect: the order of rows is always deterministic.
-        allow_hybrid_mode: if True, each node is one scaleout rank; if False, all ranks are scaleup ranks. This changes
-            only attributes, not how rows are sent.
+        allow_hybrid_mode: if True, each node is one scaleout rank; if False, all ranks are scaleup ranks.
+            allow_hybrid_mode changes only attributes, not how rows are sent.
         allow_multiple_reduction: whether, in a combine with do_expand on one node, each rank first sums its rows of the
             same token, which sends less data but rounds twice. Across nodes, this argument must be True.
         prefer_overlap_with_compute: whether calls without num_sms use 24 multiprocessors instead of 64.
         sl_idx, num_allocated_qps: without effect.
         num_cpu_timeout_secs, num_gpu_timeout_secs: the time-out of every wait is the largest of the two arguments, 100
             s and PROXYCCL_TIMEOUT. If the group is a `Communicator`, its time-out is used instead.
-        explicitly_destroy: whether the caller calls `destroy`. Otherwise the memory lives until the process ends.
+        explicitly_destroy: whether the caller calls `destroy`; if False, the memory lives until the process ends.
 
     Attributes:
         rank_idx, num_ranks: this rank's number, and the number of ranks.
@@ -218,8 +218,8 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         Args:
             x: [T, hidden] of bfloat16 (or float16, float32, float64); or a pair of float8_e4m3fn rows and their scales,
                 [T, n] of float32, or of int32 for packed exponents, with any strides.
-            topk_idx: int64 or int32 [T, topk]: the experts of each token; -1 in a slot without an expert. None with a
-                handle.
+            topk_idx: int64 or int32 [T, topk]: the experts of each token; -1 in a slot without an expert; None if
+                `handle` is given.
             topk_weights: float32 [T, topk], or None. Either all ranks pass weights, or no rank does.
             cumulative_local_expert_recv_stats: int32 [experts of this rank], to which the number of each expert's rows
                 is added; or None.
@@ -233,12 +233,12 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
             previous_event, async_with_compute_stream, allocate_on_comm_stream: like previous_event, async_finish and
                 allocate_on_comm_stream of `Buffer.get_dispatch_layout`.
             previous_event_before_epilogue: a second event that the call waits for when it starts.
-            handle: the handle of an earlier dispatch, whose routing is reused. num_experts, num_max_tokens_per_rank and
-                expert_alignment may then be omitted.
+            handle: the handle of an earlier dispatch, whose routing is reused. If `handle` is given, num_experts,
+                num_max_tokens_per_rank and expert_alignment may be omitted.
             do_handle_copy: whether the handle keeps a copy of topk_idx.
             do_cpu_sync: whether the CPU waits for the number of received rows, so that outputs have the exact size;
-                None means True. If False, outputs have room for the largest possible number of rows. With a handle,
-                outputs have the sizes of the handle's dispatch.
+                None means True. If do_cpu_sync is False, outputs have room for the largest possible number of rows.
+                With a handle, outputs have the sizes of the handle's dispatch.
             do_expand: whether the output has a row for each pair of a token and one of its experts on this rank,
                 ordered by expert.
             do_zero_padding: with do_expand, whether the rows without a token are set to zero.

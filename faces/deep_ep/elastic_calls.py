@@ -29,8 +29,7 @@ def dispatch(
     clears_gaps: bool,
     scales_by_columns: bool,
 ) -> Received:
-    """Dispatches for an `ElasticBuffer.dispatch` without a handle. Returns the results of that method, except the
-    event.
+    """Makes an `ElasticBuffer.dispatch` without a handle, and returns that method's results, except the event.
 
     With clears_gaps, rows without a token are set to zero. With scales_by_columns, the scales of consecutive rows are
     adjacent in memory.
@@ -61,7 +60,7 @@ def dispatch(
 def repeat(
     x: Rows, topk_weights: torch.Tensor | None, handle: EPHandle, *, clears_gaps: bool, scales_by_columns: bool
 ) -> Received:
-    """Dispatches for `ElasticBuffer.dispatch` with a handle. Returns the results of that method, except the event."""
+    """Makes an `ElasticBuffer.dispatch` with a handle, and returns that method's results, except the event."""
     layer, desc = handle.routing.layer, handle.routing.desc
     if topk_weights is not None:
         slots = (desc.num_dispatch_token_cur_rank, layer.ep_config.topk)

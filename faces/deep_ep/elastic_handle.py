@@ -36,8 +36,8 @@ class Options(NamedTuple):
     copies_ids: bool
 
     def most_rows(self, topk: int) -> tuple[int, int]:
-        """Returns the largest number of rows that a rank can get without do_expand, and that number with do_expand,
-        which includes the gaps between experts.
+        """Returns two numbers: the most rows that a rank can get without do_expand, and the most rows with do_expand,
+        which include the gaps between experts.
         """
         alignment, experts = self.expert_alignment, self.num_experts // self.ranks
         rows = self.ranks * self.num_max_tokens_per_rank
@@ -84,8 +84,8 @@ class EPHandle:
 
     @cached_property
     def num_recv_tokens(self) -> int:
-        """The number of received tokens, each counted once. If the CPU did not wait for the dispatch, this is the
-        largest possible number. If the CPU waited and do_expand is set, reading the number waits for the GPU.
+        """The number of received tokens, each counted once; the largest possible number if the CPU did not wait for the
+        dispatch. If the CPU waited and do_expand is set, reading the number waits for the GPU.
         """
         if self._most_rows is not None:
             return self._most_rows[0]

@@ -75,7 +75,7 @@ class StoredRows:
         group.exchange.barrier("memory of rows: all ranks have mapped it")
 
     def write(self, view: ArrayView, row_bytes: int) -> None:
-        """Replaces this rank's rows by the rows of `view`, which must fit into the memory. All ranks call this
+        """Replaces this rank's rows by the rows of `view`, which must fit into the memory. All ranks make this call
         together. The call waits for the earlier work of all ranks before it writes, and for the writes of all ranks
         before it returns. If the number or the size of rows differs between ranks, the call writes nothing and raises
         ArgumentError.
@@ -138,7 +138,7 @@ class EngramCalls(ElasticBase):
 
         Returns:
             The number of bytes for fetched rows, and the number of bytes for stored rows. The buffer's `num_cpu_bytes`
-            is the second number, and its `num_bytes` is the sum of both.
+            is the second number, and its `num_bytes` is the sum of the two numbers.
 
         Raises:
             ArgumentError: a number is negative, or not an integer.
@@ -149,7 +149,7 @@ class EngramCalls(ElasticBase):
         return aligned(fetched, ELASTIC_ALIGNMENT), aligned(stored, ELASTIC_ALIGNMENT)
 
     def engram_write(self, storage: torch.Tensor, sf: torch.Tensor | None = None) -> None:
-        """Stores this rank's rows. All ranks call this together. The CPU waits for the earlier work of all ranks.
+        """Stores this rank's rows. All ranks make this call together. The CPU waits for the earlier work of all ranks.
 
         Args:
             storage: the rows: a contiguous tensor [entries, hidden] of bfloat16, or with `sf` of float8_e4m3fn. All
@@ -232,7 +232,7 @@ class EngramCalls(ElasticBase):
         stored.fetch(as_view(indices, "indices"), as_view(data.view(torch.uint8), "data"), self._current_stream())
         factors = None
         if self._factors is not None:
-            known = indices.view(-1).clamp(0, len(self._factors) - 1)  # clamped, because GPUs do not check indices
+            known = indices.view(-1).clamp(0, len(self._factors) - 1)  # clamps, because GPUs do not check indices
             factors = self._factors[known].view(tokens, each * self._factors.shape[1])
             if by_columns:
                 factors = column_major(factors).copy_(factors)

@@ -219,7 +219,7 @@ class LowLatencyHandle(Handle):
     src_info: int32 [experts of this rank, ranks * max_tokens]: the index of each row's token on the rank that sent the
         row.
     layout_range: int64 [experts of this rank, ranks]: the index of the first row from each rank in the upper 32 bits,
-        and the number of rows from that rank in the lower 32 bits. This entry can be read only after the dispatch's
+        and the number of rows from that rank in the lower 32 bits. layout_range can be read only after the dispatch's
         rows were received.
     """
 
@@ -244,7 +244,7 @@ class LowLatencyHandle(Handle):
             desc.require_received(layer.ctx, "handle")
         of_sources = desc.counts[:, own : own + config.num_experts_per_rank]
         counts = _of_all_ranks(layer, of_sources).t().to(torch.int64)
-        room = desc.rows // config.num_experts_per_rank  # more rows are sent if tokens chose an expert twice
+        room = desc.rows // config.num_experts_per_rank  # exceeded if tokens chose an expert twice
         ends = counts.cumsum(1)
         begins = (ends - counts).clamp(max=room)
         return begins << 32 | (ends.clamp(max=room) - begins)
@@ -299,7 +299,8 @@ def _rows_of_channels(
     shares = torch.cat([(tokens.long() + channels - 1) // channels, tokens.new_ones(1)]).clamp(min=1)
     source = torch.searchsorted(ends, torch.arange(len(source_tokens), device=ends.device), right=True)
     channel = (source_tokens.long() // shares[source]).clamp(0, channels - 1)
-    counts = torch.zeros((sources + 1) * channels, dtype=torch.int32, device=ends.device)  # last row: undefined entries
+    # The last row counts undefined entries.
+    counts = torch.zeros((sources + 1) * channels, dtype=torch.int32, device=ends.device)
     counts.scatter_add_(0, source * channels + channel, torch.ones_like(source, dtype=torch.int32))
     return counts.view(-1, channels)[:sources]
 

@@ -68,8 +68,8 @@ class Layers:
 
     Attributes:
         all: the layers by their contexts, in the order in which the ranks made them.
-        forms: what was prepared for earlier calls. The key consists of a call's options and the shapes and types of the
-            call's tensors, without the number of tokens.
+        forms: the objects that make calls like an earlier call. The key consists of a call's options and the shapes and
+            types of the call's tensors, without the number of tokens.
     """
 
     def __init__(self, communicator: Communicator, lost_ranks: Sequence[int] = ()) -> None:
@@ -82,20 +82,20 @@ class Layers:
 
     def of_size(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
         """Returns a layer for at most `max_tokens` tokens of a rank; all ranks pass the same number. The layer shares
-        the memory of the shape's largest layer. If that layer is too small, the call makes a new one for at least twice
+        the memory of the shape's largest layer. If that layer is too small, the call makes a layer for at least twice
         as many tokens, so that few layers are made.
         """
         largest = self._of_size.get(shape)
         if largest is None:
             largest = self._of_size[shape] = self._make(shape, max_tokens)
         elif largest.ep_config.max_tokens < max_tokens:
-            self.forms.clear()  # forms refer to the smaller layer
+            self.forms.clear()  # prepared calls refer to the smaller layer
             largest = self._of_size[shape] = self._make_larger(shape, max_tokens, 2 * largest.ep_config.max_tokens)
         return largest.narrowed(max_tokens)
 
     def turns(self, shape: Shape, max_tokens: int) -> Turns:
-        """Returns the two layers of calls with hooks, with room for this many tokens. The first layer is the shape's
-        largest layer.
+        """Returns the two layers of calls with hooks, with room for `max_tokens` tokens of a rank. The first layer is
+        the shape's largest layer.
         """
         self.of_size(shape, max_tokens)
         largest = self._of_size[shape]
@@ -129,7 +129,7 @@ class Layers:
                 self._growing[shape] = self._make(shape, _rounded(error.needed))
 
     def close(self) -> None:
-        """Releases the layers. All ranks call this together."""
+        """Releases the layers. All ranks make this call together."""
         layers, self.all, self._growing, self._of_size, self._turns = self.all, {}, {}, {}, {}
         self.forms.clear()
         for layer in layers.values():
@@ -205,7 +205,7 @@ class Masks:
         self.pending.clear()
 
     def of(self, communicator: Communicator) -> set[int]:
-        """Returns the lost and the masked ranks. If the communicator has failed because a known rank was lost, the
+        """Returns the lost and the masked ranks. If the communicator has failed and the failure names a lost rank, the
         result includes that rank.
         """
         masked = {*self.lost, *self.pending}

@@ -55,8 +55,8 @@ def dispatch(
     stats: torch.Tensor | None,
     global_scale: torch.Tensor | None,
 ) -> tuple[Rows, torch.Tensor, Handle, Half | None]:
-    """Dispatches for `Buffer.low_latency_dispatch`. Returns the results of that method without the event, and with a
-    `Half` or None instead of the hook.
+    """Makes a `Buffer.low_latency_dispatch`, and returns that method's results without the event, and with a `Half` or
+    None instead of the hook.
     """
     try:
         key = options, x.shape[1], x.dtype, topk_idx.shape[1], topk_idx.dtype
@@ -67,8 +67,8 @@ def dispatch(
 
 
 class Dispatches:
-    """Dispatches with the same options, and with tensors that differ only in their number of tokens. The constructor
-    checks the tensors of the first such dispatch.
+    """Makes dispatches that have the same options, and tensors that differ only in their number of tokens. The
+    constructor checks the tensors of the first such dispatch.
     """
 
     def __init__(self, layers: Layers, options: Options, x: torch.Tensor, topk_idx: torch.Tensor) -> None:
@@ -131,7 +131,7 @@ class Dispatches:
             else:
                 sent = layer.send_unrecorded(tokens, topk_idx)
                 half = _dispatch_later(layer, sent, finish)
-                turns.next = 1 - turns.next  # after `send_unrecorded`, which may raise an error
+                turns.next = 1 - turns.next  # changed only if `send_unrecorded` raised no error
                 rows, desc = sent.rows, sent.desc
         except ArgumentError:
             _require_tokens(x, topk_idx)  # raises the error with DeepEP's names
@@ -186,7 +186,7 @@ def _combine_later(
     """
     early: list[torch.Tensor] = []
 
-    def end() -> None:  # `out` stays unchanged: after an exception, the caller may use it for something else
+    def end() -> None:  # `out` stays unchanged, because the caller may reuse it after an exception
         early.append(layer.combine_recv(pending))
 
     def receive() -> None:
@@ -251,7 +251,7 @@ def combine(
         require_tensor("out", out, (desc.num_dispatch_token_cur_rank, layer.ep_config.hidden), (torch.bfloat16,))
     after = None
     if overlap is not None:
-        _require_results(x, topk_weights, layer, desc)  # before any rank sends
+        _require_results(x, topk_weights, layer, desc)  # raises errors before any rank sends
         after = overlap.signals(routing)
         if after.counters:
             require_beside(overlap.name, overlap.counters, x)

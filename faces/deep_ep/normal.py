@@ -41,8 +41,8 @@ def dispatch(
     is_token_in_rank: torch.Tensor,
     num_tokens_per_expert: torch.Tensor,
 ) -> Dispatched:
-    """Dispatches for a `Buffer.dispatch` with expert ids and without a handle. Returns the results of that method,
-    except the event.
+    """Makes a `Buffer.dispatch` with expert ids and without a handle, and returns that method's results, except the
+    event.
     """
 
     given = x, topk_idx, is_token_in_rank, num_tokens_per_expert
@@ -92,8 +92,8 @@ def require_choices(is_token_in_rank: Any, num_tokens_per_expert: Any, ranks: in
 def dispatch_to_ranks(
     layers: Layers, options: Options, x: Rows, is_token_in_rank: torch.Tensor, num_tokens_per_expert: torch.Tensor
 ) -> Dispatched:
-    """Dispatches for a `Buffer.dispatch` without expert ids, with a layer that treats each rank as one expert. Returns
-    the results of that method, except the event.
+    """Makes a `Buffer.dispatch` without expert ids, with a layer that treats each rank as one expert, and returns that
+    method's results, except the event.
     """
     ranks, expert_alignment, most_rows, num_sms, _ = options
     require_choices(is_token_in_rank, num_tokens_per_expert, ranks)
@@ -201,7 +201,8 @@ def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, nu
     require_ids(topk_idx)
     if whole_number("num_experts", num_experts, 1) % num_ranks:
         raise ArgumentError("num_experts", f"must be a positive multiple of the {num_ranks} ranks, not {num_experts}")
-    # Slots without an expert are counted for one more expert on one more rank. These two counts are dropped at the end.
+    # Slots without an expert are counted for an additional expert on an additional rank, whose counts are dropped at
+    # the end.
     ids = topk_idx.to(torch.int64)
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)

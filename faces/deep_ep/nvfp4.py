@@ -29,7 +29,8 @@ def require_hidden(hidden: int) -> None:
 
 
 def require_global_scale(scale: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """Returns the argument `x_global_scale`. Raises ArgumentError unless it is None or a float32 tensor beside `x`."""
+    """Returns the argument `x_global_scale`. Raises ArgumentError unless the argument is None or a float32 tensor on
+    the device of `x`."""
     if scale is None:
         return None
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or not scale.numel():
@@ -40,10 +41,10 @@ def require_global_scale(scale: Any, x: torch.Tensor) -> torch.Tensor | None:
 
 
 class Quantizer:
-    """Converts rows by one kernel, on the current stream, with the formula of device/kernels/nvfp4_rows.h. It is that
-    of NVIDIA's libraries (`cvt_warp_fp16_to_fp4` in TensorRT-LLM, FlashInfer and DeepEP), whose reciprocals are
-    approximations; here they are rounded correctly, so in rare cases the two round a value differently. The kernel's
-    launch is prepared once, and each call fills in the arguments.
+    """Converts rows by one kernel, on the current stream, with the formula of device/kernels/nvfp4_rows.h. NVIDIA's
+    libraries (`cvt_warp_fp16_to_fp4` in TensorRT-LLM, FlashInfer and DeepEP) use the same formula with approximate
+    reciprocals; this kernel rounds reciprocals correctly, so in rare cases it rounds a value differently than those
+    libraries. The kernel's launch is prepared once, and each call fills in the arguments.
     """
 
     def __init__(self, group: Group) -> None:
@@ -85,7 +86,7 @@ def new_tiles(scales: torch.Tensor) -> torch.Tensor:
 
 
 def fill_tiles(tiles: torch.Tensor, scales: torch.Tensor) -> None:
-    """Copies scales to `new_tiles`. What is written for rows after the last one is not defined."""
+    """Copies scales to `new_tiles`. The scales of rows after the last received row are undefined."""
     experts, rows, words = scales.shape
     given = scales.view(torch.uint8)
     if rows % _TILE_ROWS:

@@ -14,13 +14,13 @@ from proxyccl.deep_ep.connected import ElasticBase
 from proxyccl.device.errors import ArgumentError
 
 _ALIGNMENT = 32
-_SIDES = 4  # sending to and receiving from the previous rank, and the next rank
+_SIDES = 4  # a send area and a receive area for each of the two neighbours
 
 
 class PipelineCalls(ElasticBase):
     """The calls between neighbours: sends, which write to a neighbour's slots, and receives, which read this rank's
-    slots. These calls use a separate communicator, so that a call that waits for a neighbour delays no other call of
-    the buffer.
+    slots. `pp_send` and `pp_recv` use a separate communicator, so that a call that waits for a neighbour delays no
+    other call of the buffer.
     """
 
     _pipeline: Communicator | None = None
@@ -39,13 +39,13 @@ class PipelineCalls(ElasticBase):
         return aligned(nbytes * _in_flight(num_max_inflight_tensors) * _SIDES, ELASTIC_ALIGNMENT)
 
     def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> None:
-        """Makes the slots for `pp_send` and `pp_recv`. All ranks call this together, with the same arguments. The CPU
-        waits for the earlier work of all ranks.
+        """Makes the slots for `pp_send` and `pp_recv`. All ranks make this call together, with the same arguments. The
+        CPU waits for the earlier work of all ranks.
 
         Args:
             num_max_tensor_bytes: the largest size of a tensor, in bytes.
             num_max_inflight_tensors: the largest number of tensors that were sent to a rank and that the rank has not
-                received yet. A further send waits.
+                received yet. Beyond this number, a send waits.
 
         Raises:
             ArgumentError: a number is out of range, the slots don't fit in the buffer's `num_bytes`, or the group has

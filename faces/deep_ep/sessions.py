@@ -27,10 +27,10 @@ Handle = Callable[[], None]
 
 
 class SessionCalls(ElasticBase):
-    """The methods for sessions. In a session, the proxies make all-gathers on the buffer's stream."""
+    """The calls for sessions. In a session, the proxies make all-gathers on the buffer's stream."""
 
     _gathered: Array | None = None
-    _bytes: torch.Tensor | None = None  # `_gathered` as a tensor of bytes
+    _bytes: torch.Tensor | None = None  # a view of `_gathered` as a tensor of bytes
     _ranges: RangeGathers | None = None  # gathers several tensors with one schedule
     _most_session_bytes = _most_gathers = 0
     _session = 0
@@ -61,8 +61,8 @@ class SessionCalls(ElasticBase):
         return aligned(whole_number("num_max_session_bytes", num_max_session_bytes, 0, MOST_BYTES), ELASTIC_ALIGNMENT)
 
     def agrs_set_config(self, num_max_session_bytes: int, num_max_all_gathers_per_session: int) -> None:
-        """Allocates the memory of sessions. All ranks call this together, with the same arguments. The CPU waits for
-        the earlier work of all ranks.
+        """Allocates the memory of sessions. All ranks make this call together, with the same arguments. The CPU waits
+        for the earlier work of all ranks.
 
         Args:
             num_max_session_bytes: the largest number of bytes that the results of a session's all-gathers take
@@ -110,7 +110,7 @@ class SessionCalls(ElasticBase):
         self._in_session = False
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-            for event in self._awaited:  # must precede writes to the next session's in-place tensors
+            for event in self._awaited:  # writes to the next session's in-place tensors must come later
                 event.wait()
 
     @contextlib.contextmanager
@@ -152,7 +152,7 @@ class SessionCalls(ElasticBase):
         return tensors if batched else tensors[0]
 
     def all_gather(self, t: torch.Tensor | Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """Gathers tensors of all ranks. All ranks call this together, with tensors of the same shapes and types.
+        """Gathers tensors of all ranks. All ranks make this call together, with tensors of the same shapes and types.
 
         The tensors are read on the buffer's stream, after the work that is queued on the current stream.
 

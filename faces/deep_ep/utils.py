@@ -67,7 +67,7 @@ class EventOverlap:
         """Makes the current stream wait for the event. Returns the registered hook's result, or None.
 
         Args:
-            release_handle: whether to drop the event afterwards.
+            release_handle: whether to drop the event after the wait.
 
         Raises:
             ValueError: there is no event, because the call was synchronous.

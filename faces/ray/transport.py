@@ -36,14 +36,14 @@ _LONG, _SHORTEST = 3600.0, 1e-6  # seconds
 
 @dataclass
 class ProxyCCLMetadata(TensorTransportMetadata):
-    """The places of an object's tensors in the source's memory.
+    """The addresses of an object's tensors in the source's memory.
 
     Attributes:
         agent: the name of the source's agent; "" for an object without tensors.
         agent_metadata: the source agent's metadata, with the registered regions of this object.
         places: (address, bytes) of each tensor.
-        generation: the number of times that the source has deregistered device memory. After the number has changed,
-            mappings of earlier memory may be stale.
+        generation: the number of times that the source has deregistered device memory. If the generation has changed,
+            the destination's mappings of earlier memory may be stale.
     """
 
     agent: str = ""
@@ -63,7 +63,7 @@ class _Reading:
         self.obj_id, self.peer, self.regions, self.transfer = obj_id, peer, regions, transfer
         self.tensors = tensors  # references that keep the tensors alive while the read may write to them
         self.settled = False
-        self._error: tuple[type[TransferError], str] | None = None  # an exception would keep its frames alive
+        self._error: tuple[type[TransferError], str] | None = None  # no exception, which would keep its frames alive
 
     def settle(self, timeout: float) -> None:
         if not self.settled:
@@ -93,7 +93,7 @@ class ProxyCCLTransport(TensorTransportManager):
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._starting = threading.Lock()  # held from adding a peer until the read starts
+        self._starting = threading.Lock()  # this lock is held from adding a peer until the read starts
         self._made: Agent | None = None
         self._generation = 0
         self._objects: dict[str, list[Region]] = {}
@@ -104,7 +104,7 @@ class ProxyCCLTransport(TensorTransportManager):
 
     @property
     def _agent(self) -> Agent:
-        with self._lock:  # made at the first use, because the driver needs no agent
+        with self._lock:  # makes the agent at its first use, because a driver needs none
             if self._made is None:
                 self._made = Agent(f"ray-{os.getpid()}-{uuid.uuid4().hex}")
             return self._made
@@ -197,7 +197,7 @@ class ProxyCCLTransport(TensorTransportManager):
             with self._starting:
                 self._add(meta)
                 begun = _Reading(obj_id, meta.agent, regions, agent.prepare("read", meta.agent, blocks), tensors)
-                with self._lock:  # so that an abort is either seen here, or finds a started transfer
+                with self._lock:  # so that a concurrent abort either is seen here or finds the started transfer
                     self._refuse_if_aborted(obj_id, meta)
                     self._readings.append(begun)
                     reading = begun

@@ -38,7 +38,7 @@ class GroupCalls:
         device: the device.
         short: the calls for short messages, by the group's communicator; None with one rank.
         available: whether the group has several ranks.
-        disabled: whether the group has only one rank. Its calls then do nothing.
+        disabled: whether the group has only one rank. If `disabled` is True, calls do nothing.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class GroupCalls:
 
 
 class ShortCalls:
-    """Takes the place of SGLang's class for short messages, which is a group's `ca_comm`. SGLang recognizes AITER's
-    class by additional methods, so this class must not have methods of those names.
+    """Takes the place of SGLang's class for short messages, whose object is a group's `ca_comm`. SGLang recognizes
+    AITER's class by additional methods, so this class must not have methods of those names.
 
     Args:
         communicator: the group's communicator.

@@ -22,7 +22,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_exec
 
 _SRT = "sglang.srt"
-_library = torch.library.Library("proxyccl", "FRAGMENT")  # its destruction would unregister the operator
+_library = torch.library.Library("proxyccl", "FRAGMENT")  # destroying `_library` unregisters operators
 _library.define(
     "sglang_all_reduce_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool use_attn_tp_group) "
     "-> (Tensor, Tensor)"
@@ -44,7 +44,9 @@ def register() -> None:
 
 
 def _backend(original: Callable[[str], str], device: str) -> str:
-    """Returns the torch backend of SGLang's groups for devices. Also makes them invariant if inference must be."""
+    """Returns the torch backend of SGLang's groups for devices. If inference must be deterministic, also makes these
+    groups invariant.
+    """
     chosen = original(device)
     if chosen not in ("nccl", "gloo"):
         return chosen
@@ -114,13 +116,13 @@ def _add_and_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, use_attn_tp_group: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     short = _short_calls(use_attn_tp_group)
-    assert short is not None  # `_all_reduce_norm` declines such a group
+    assert short is not None  # `_all_reduce_norm` declines a group without `ShortCalls`
     return short.add_and_norm(x, residual, weight, eps)
 
 
 def _short_calls(use_attn_tp_group: bool) -> ShortCalls | None:
-    """Returns the calls of the group whose sums SGLang leaves to norms; None if the group has neither communicator. The
-    result is None on all ranks or on none.
+    """Returns the calls of the group whose sums SGLang leaves to norms; None if SGLang made the group without
+    communicators. The result is None on all ranks or on none.
     """
     _, _, coordinator = flashinfer_comm_fusion.resolve_fusion_group(use_attn_tp_group=use_attn_tp_group)
     calls: GroupCalls | None = coordinator.pynccl_comm

@@ -10,13 +10,13 @@ enum { ADDED_BETWEEN = 128 };
 typedef struct {
   PyObject ob_base;
   Gpu* gpu;
-  PyObject* make_call; /* a method of Calls or FlowCalls */
+  PyObject* make_call; /* the method of Calls or FlowCalls that makes a call */
   PyObject* process;   /* tells whether this process is a forked child, which issues no calls */
   PyObject *own, *numbers, *log, *forget, *work, *hand_out, *source;
   uintptr_t own_stream;
   int blocks;
   unsigned long long count;         /* calls issued */
-  unsigned long long marks, waited; /* how many calls were recorded with a mark, and on the current stream */
+  unsigned long long marks, waited; /* number of calls with a mark, and on the current stream */
 } CallIssuer;
 
 static PyObject *is_here, *async_op, *work_call, *unwaited,
@@ -35,10 +35,10 @@ static PyObject* option(PyObject* options, PyObject* name) {
 static PyObject* find_named(PyObject* options, PyObject* name, PyObject* named) {
   if (name == Py_None) return Py_NewRef(named);
   if (!PyDict_Check(named)) return NULL;
-  PyObject* value = options == Py_None ? PyLong_FromLong(0) : option(options, name); /* torch's default is 0 */
+  PyObject* value = options == Py_None ? PyLong_FromLong(0) : option(options, name); /* 0 is torch's default */
   PyObject* found = NULL;
-  if (value != NULL && !PyLong_CheckExact(value)) { /* a ReduceOp, whose hash is the number of its kind */
-    const Py_hash_t kind = PyObject_Hash(value);    /* -1 with an exception */
+  if (value != NULL && !PyLong_CheckExact(value)) { /* the hash of a ReduceOp is its operator's number */
+    const Py_hash_t kind = PyObject_Hash(value);    /* -1 if an exception is set */
     Py_DECREF(value);
     value = kind == -1 ? NULL : PyLong_FromSsize_t(kind);
   }

@@ -1,7 +1,7 @@
 """Checks the arguments of torch.distributed's collectives and transfers, and makes the calls.
 
-Each method first asks C to issue the call, which succeeds if a prepared launch for such calls is kept. Otherwise the
-method checks the arguments, and `IssuedCalls` makes the call by `tensor_collectives`.
+Each method first asks C to issue the call, which succeeds if a prepared launch for such calls is kept. If C does not
+issue the call, the method checks the arguments, and `IssuedCalls` makes the call by `tensor_collectives`.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Endpoints:
         self.invariant: bool | None = whole.invariant if invariant is None and whole is not None else invariant
         self._lock = threading.Lock()
         self._making: dict[_Key, _Making] = {}
-        self._meetings: Counter[str] = Counter()  # how many attempts did not time out, by communicator's name
+        self._meetings: Counter[str] = Counter()  # by communicator's name: attempts that did not time out
         self._made: dict[_Key, Communicator] = {}
         self._checks: tuple[Callable[[], None], ...] = ()  # failure checks of the communicators that were made
         self._closed = self._aborted = False
@@ -360,6 +360,6 @@ class Endpoints:
         self.end_meetings()
         for comm in self.made:
             comm.close(wait=False)
-        self._open_store = None  # so that the program can close the store and reuse its port
+        self._open_store = None  # dropped, so that the program can close the store and reuse its port
         while self._bootstraps:
             self._bootstraps.pop().close()

@@ -44,7 +44,7 @@ def raise_as_torch(error: BaseException) -> NoReturn:
         del error  # breaks the reference cycle of the error, its traceback and this frame
 
 
-class torch_errors:  # noqa: N801  used like a function
+class torch_errors:  # noqa: N801  callers use the class like a function
     """A context that uses `as_torch_error` to convert exceptions."""
 
     def __enter__(self) -> None:

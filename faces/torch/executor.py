@@ -168,7 +168,7 @@ class GroupThreads:
         """Waits until `deadline` for the calls that are queued in the group's threads. If a call needs a rank that has
         left, aborts the call after LINGER_SECONDS without progress.
         """
-        in_vain: dict[Any, tuple[int, float]] = {}  # threads whose peer has left: (ended calls, deadline)
+        in_vain: dict[Any, tuple[int, float]] = {}  # by thread whose peer has left: (ended calls, deadline)
         while self._endpoints.failed is None:
             busy = {key: executor for key, executor in self._all.items() if not executor.is_idle}
             now = time.monotonic()
@@ -202,7 +202,7 @@ class GroupThreads:
 
 
 def _begin_thread(device: torch.device, of: Flow | int | None) -> None:
-    if device.type != "cpu":  # otherwise torch would open device 0 for this thread
+    if device.type != "cpu":  # otherwise torch would make a context on device 0
         torch.cuda.set_device(device)
     if isinstance(of, int):
         _callbacks.depth = of

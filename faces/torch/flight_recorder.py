@@ -58,7 +58,7 @@ which calls the Python part; this dict keeps the Python part alive.
 
 def watch(group: Group) -> None:
     """Adds a process group to `groups`, which the watchdog watches."""
-    global _watchdog  # noqa: PLW0603  one thread for the process
+    global _watchdog  # noqa: PLW0603  the process has one watchdog
     with _lock:
         groups[group] = None
         if _watchdog is None or not _watchdog.is_alive():
@@ -75,8 +75,8 @@ def _run_watchdog() -> None:
 
 
 def _look(reported: weakref.WeakSet[Group]) -> None:
-    """Logs the groups that have failed since the last call of this function. As a part of `_run_watchdog`, this code
-    would keep a group alive while the watchdog sleeps.
+    """Logs the groups that have failed since the last call of this function. The code is not in `_run_watchdog`,
+    because local variables would keep a group alive while the watchdog sleeps.
     """
     for group in [group for group in list(groups) if group not in reported]:
         try:
@@ -95,7 +95,7 @@ def write_failure() -> None:
     """Writes a dump for the first failure in the process, if one of torch's environment variables names a path. If the
     file can't be written, logs the error instead of raising it, because the caller reports the failure itself.
     """
-    global _has_failed  # noqa: PLW0603  one dump for the process
+    global _has_failed  # noqa: PLW0603  the process writes one dump
     prefix = next(filter(None, map(os.environ.get, _VARIABLES)), None)
     if prefix is None:
         return

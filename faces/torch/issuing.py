@@ -127,12 +127,10 @@ class _Call(Struct, eq=False):
 
     @property
     def peer(self) -> int | None:
-        """The other rank of a transfer."""
         return None if self.flow is None else self.flow[0]
 
     @property
     def source(self) -> int:
-        """The rank that sends the data of a receive; -1 if the call is not a receive."""
         return _source_of(self.flow)
 
 
@@ -149,7 +147,7 @@ class IssuedCalls:
         rank: this rank's number in the group.
         process: the process that made the group; in a forked child, calls raise an error.
         threads, gpus: the group's threads, and its state on each GPU.
-        between_all: the options of collectives that consist of transfers. The key is the call's name, or (name, root).
+        between_all: the options of collectives that consist of transfers, by the call's name or by (name, root).
         coalescing: for each thread, the Works of its calls between torch's `start_coalescing` and `end_coalescing`.
         under_way: the calls in progress.
         unwaited: keeps Works alive until the program waits for them.
@@ -168,12 +166,12 @@ class IssuedCalls:
         }
         self.threads = GroupThreads(rank, endpoints)
         self.gpus = GroupOnGpus(endpoints.check)
-        self._overlaps: dict[int, Overlaps | None] = {}  # by GPU index; the first long call adds the entry
+        self._overlaps: dict[int, Overlaps | None] = {}  # by GPU index; the first long call adds an entry
         self._in_c: dict[int, _InC] = {}  # collectives by GPU index; added once the communicator exists
         self._transferring: dict[tuple[int, int, bool], CallIssuer] = {}  # transfers by GPU index and flow
-        self._numbers = itertools.count(1)  # the group's calls
-        self._collectives = 0  # collectives that Python issued
-        self._waited = itertools.count(1)  # synchronous calls on GPUs; only one in ADDED_BETWEEN has a mark
+        self._numbers = itertools.count(1)  # numbers the group's calls
+        self._collectives = 0  # the number of collectives that Python issued
+        self._waited = itertools.count(1)  # counts synchronous calls on GPUs, of which one in ADDED_BETWEEN has a mark
         self.coalescing = _Coalescing()
         self.group_name = self.group_desc = ""
         self.unwaited = Unwaited()
@@ -424,10 +422,10 @@ class IssuedCalls:
     def _issue_queued(self, call: _Call) -> DeviceWork:
         """Queues a transfer on its flow's stream, or an asynchronous collective on the group's stream.
 
-        If the communicator exists, the caller's thread queues the call immediately. Otherwise the flow's or the group's
-        thread makes the communicator and queues the call: the program's thread must not wait for a peer, because the
-        peer may be waiting for a call that the program makes later. The call runs after the work that is on the
-        program's current stream.
+        If the communicator exists, the caller's thread queues the call immediately. If the communicator does not exist,
+        the flow's or the group's thread makes the communicator and queues the call: the program's thread must not wait
+        for a peer, because the peer may be waiting for a call that the program makes later. The call runs after the
+        work that is on the program's current stream.
         """
         device, flow, peer = call.device, call.flow, call.peer
         gpu = self.gpus.of(device)

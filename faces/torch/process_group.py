@@ -375,8 +375,8 @@ def _await_other_backends(store: Any, rank: int, size: int, timeout: timedelta) 
 
     torch before 2.15 drops the other device's backend when it makes this process group, and so closes connections that
     other ranks may still be opening. If torch makes this group first, as the CPU's backend, no other backend exists,
-    and this function returns immediately. In this case, the store with the prefix "cpu/" contains this rank's mark,
-    because torch prefixes each device's store with the device's name.
+    and this function returns immediately. In that case, this rank's value is in the store with the prefix "cpu/", which
+    torch uses for the CPU's backend.
     """
     own, of_first = f"device-of-{rank}", dist.PrefixStore("cpu/", store.underlying_store)
     mark = os.urandom(8)

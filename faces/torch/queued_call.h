@@ -11,7 +11,7 @@ typedef struct Gpu {
   const ProxycclStreamOrder* order;
   PyObject* idle; /* events for reuse */
   PyObject *more, *finish;
-  PyObject *owner, *current, *check, *record; /* the owner, and three of the owner's attributes */
+  PyObject *owner, *current, *check, *record; /* the Python object of the GPU, and three of its attributes */
 } Gpu;
 
 extern PyTypeObject* proxyccl_gpu_type;

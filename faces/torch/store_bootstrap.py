@@ -95,8 +95,8 @@ class StoreBootstrap(BoardBootstrap):
 
 
 class _Notes:
-    """Notes in a store. A note is stored as "=" and hexadecimal digits, because `compare_set` takes only text, and may
-    treat empty text as a missing key.
+    """Keeps a board's notes in a store. A note is stored as "=" and hexadecimal digits, because `compare_set` takes
+    only text, and may treat empty text as a missing key.
     """
 
     def __init__(self, store: Any) -> None:

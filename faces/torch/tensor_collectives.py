@@ -156,7 +156,8 @@ class Reduction:
         return torch.mul(flat, factor if factor.is_floating_point() else factor.to(flat.dtype), out=into)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Views a contiguous tensor of one dimension with the dtype as which the operator reads the elements."""
+        """Returns a view of a contiguous tensor of one dimension, with the dtype as which the operator reads the
+        elements."""
         return flat if self.view is None else flat.view(self.view)
 
 
@@ -293,7 +294,7 @@ def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) 
     at = 0
     for output, x in zip(outputs, inputs, strict=True):
         size = x.numel() * x.element_size()
-        part = everyone[:, at : at + size].clone(memory_format=torch.contiguous_format)  # aligned for any type
+        part = everyone[:, at : at + size].clone(memory_format=torch.contiguous_format)  # is aligned for any type
         put_back(output, part.view(-1))
         at += size
 

@@ -86,8 +86,6 @@ class Unwaited:
 
 @untraced
 class _KeptWork(dist.Work):
-    """A Work that `Unwaited` may keep."""
-
     __slots__ = ("_unwaited",)
     _unwaited: Unwaited | None
 
@@ -95,7 +93,6 @@ class _KeptWork(dist.Work):
         self.wait()
 
     def is_success(self) -> bool:
-        """Returns whether the call has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def get_future(self) -> Any:
@@ -179,7 +176,7 @@ class HostWork(_KeptWork):
                 return self._future
             done = self._done.is_set()
             if not done:
-                self._callbacks.start()  # starts the thread now, so that the caller gets an error of the start
+                self._callbacks.start()  # starts the thread now, so that a failed start raises an error here
             completed = torch.futures.Future()
             # torch's C++ sees a future's error only if `then` has raised it.
             self._future = completed.then(self._future_value)
@@ -356,7 +353,7 @@ class TransferWork(DeviceWork):
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Blocks the host until the call is issued; if the communicator does not exist yet, this may take up to the
-        group's time-out. Then waits as `DeviceWork.wait` does.
+        group's time-out. Once the call is issued, waits as `DeviceWork.wait` does.
         """
         begin = time.monotonic()
         _require_process(self._process, self._issued)
@@ -372,11 +369,11 @@ class TransferWork(DeviceWork):
         return self._issued.is_set() and super().is_completed()
 
     def _make_future(self) -> Any:
-        """Returns a future as `DeviceWork` does. If the call is not issued yet, a thread of the group will
-        run the callbacks.
+        """Returns a future of the call's result, as `DeviceWork` does. If the call is not issued yet, a thread of the
+        group will run the callbacks.
         """
         if not self._issued.is_set():
-            self._callbacks.start()  # starts the thread now, so that the caller gets an error of the start
+            self._callbacks.start()  # starts the thread now, so that a failed start raises an error here
         return super()._make_future()
 
     def _is_issued(self) -> bool:

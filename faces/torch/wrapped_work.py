@@ -3,7 +3,8 @@
 torch's C++ wraps the Work of a backend or a group that is written in Python in a Work of C++ (``PyWorkHolder``), which
 forwards only `wait` and `get_future`: its own `is_completed` always returns False. So this module replaces
 `torch.distributed.Work.is_completed` by a function that asks the wrapper for a future. While a thread asks, our Works
-register themselves instead of making a future. Works of other backends answer as before.
+register themselves instead of making a future. For Works of other backends, the result of `is_completed` does not
+change.
 """
 
 from __future__ import annotations

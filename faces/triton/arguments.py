@@ -70,7 +70,8 @@ class Argument:
 
     @property
     def launched(self) -> Any:
-        """The value to pass to a launch: for a channel the channel object, whose proxy the launch wakes."""
+        """The value to pass to a launch. For a channel, this is the channel object, because the launch wakes the
+        channel's proxy."""
         return self.owner if isinstance(self.owner, Channel | ChannelSet) else self.value
 
     @property

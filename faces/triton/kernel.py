@@ -102,13 +102,13 @@ class TritonKernel:
         """Queues the kernel on a stream and returns. The arguments are kept alive until the kernel has run.
 
         The first call with arguments of certain types compiles the kernel for these types, waits for this rank's work
-        in flight, and loads the kernel. A kernel can't be loaded while a graph is captured, so make such a call before
-        the capture. With `configs`, the first call for each combination of `key` values, which all ranks must make,
-        launches the kernel several times with each configuration.
+        in flight, and loads the kernel. A kernel can't be loaded while a graph is captured, so make the first call
+        before the capture. With `configs`, the first call for each combination of `key` values, which all ranks must
+        make, launches the kernel several times with each configuration.
 
         Args:
-            args: the function's arguments. Each is an array (anything that `as_view` takes), a channel, a set of
-                channels, a `GridBarrier`, a number or None.
+            args: the function's arguments, each an array (anything that `as_view` takes), a channel, a set of channels,
+                a `GridBarrier`, a number or None.
             stream: the stream for the kernel. If None, the kernel runs on torch's current stream if an argument is a
                 tensor, otherwise on the calling thread's default stream.
             kwargs: further arguments by name, including compile-time constants.

@@ -177,7 +177,7 @@ def put_packets(channel, packet_offset, values, flag, count=None):
     else:
         number = count
     offset = u64(packet_offset)
-    memory = long_at(channel, c.SM_DST_8)  # loaded together with the size, before the branch
+    memory = long_at(channel, c.SM_DST_8)  # the address is loaded together with the size, before the branch
     if _may_use_packets(
         channel, c.SM_PUT_PACKETS, c.SM_PEER_MEMORY, long_at(channel, c.SM_DST_BYTES_8), offset, number, flag
     ):

@@ -196,7 +196,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
                     whole[piece.first : piece.first + piece.nbytes].copy_(part, non_blocking=True)
                     if piece.first + piece.nbytes == nbytes:
                         yield piece.name, whole.view(dtype).view(piece.shape)
-                self._synchronize()  # because the next bucket may overwrite this bucket's memory
+                self._synchronize()  # waits, because the next bucket may overwrite this bucket
                 if following is None:
                     break
                 number, bucket = number + 1, await following

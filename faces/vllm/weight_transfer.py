@@ -153,8 +153,8 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
     """The engine of a trainer, on each rank of torch's default process group.
 
     Workers read a parameter in place if its memory is the same in each update and its type is the declared type.
-    Otherwise the engine copies the parameter into its own memory, which workers read. The engine never writes to the
-    trainer's memory.
+    The engine copies other parameters into its own memory, which workers read. The engine never writes to the trainer's
+    memory.
     """
 
     init_info_cls = ProxyCCLTrainerInitInfo
@@ -213,7 +213,7 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
     def _register(self) -> None:
         for name, kept in self._kept.items():
             self._weights.add(name, kept, sharding=_sharding(self._declared[name]))
-        self._cards = _gather(self._weights.card())  # kept until the workers have received them
+        self._cards = _gather(self._weights.card())  # the cards are kept until the workers have received them
 
     def _connect_workers(self) -> None:
         encoded = [base64.b64encode(card).decode() for card in self._cards]
@@ -247,7 +247,7 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
                     self.client.update_weights({"version": self._version})
                     self.client.finish_weight_update()
                 except Exception as error:
-                    failure = error  # raised below, after the other ranks know of the failure
+                    failure = error  # is raised below, when the other ranks know of it
             reason = _gather(None if failure is None else repr(failure))[0]  # the first rank is the sender
         if failure is not None:
             raise failure

@@ -28,8 +28,8 @@ class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
         options: further options of vLLM's class.
 
     Attributes:
-        group_name: a name by which torch finds the device group. It contains vLLM's name and is the same in each run,
-            unlike torch's own name, which contains the number of groups that the process has made; a cached graph
+        group_name: a name by which torch finds the device group. The name contains vLLM's name and is the same in each
+            run, unlike torch's own name, which contains the number of groups that the process has made; a cached graph
             contains the name and may outlive the process.
 
     Raises:

@@ -39,7 +39,8 @@ class _Form(NamedTuple):
     Attributes:
         eps: the norm's epsilon.
         adds: whether a residual is added.
-        uses_sums: whether the graph also uses the norm's input. Without a residual, the pattern matches in both cases.
+        uses_sums: whether the graph also uses the norm's input. Without a residual, the pattern matches whether or not
+            the graph uses the norm's input.
         gemma: whether the norm's weight is `weight + 1` in float32.
         quantization: vLLM's key of the quantization after the norm; None for none.
     """
@@ -102,7 +103,6 @@ class _Form(NamedTuple):
         return self._named(norm)
 
     def fits(self, match: Any) -> bool:
-        """Returns whether the operator takes a match's tensors."""
         x, *others = given = [match.kwargs[name].meta["val"] for name in self.names if name != "scale"]
         return (
             x.dtype in _DTYPES

@@ -10,7 +10,7 @@ from deep_ep.utils.math import ceil_div
 
 _STEPS = 20
 _MOST = 100.0
-_THRESHOLD = 0.9  # scores above it are those of a token's chosen experts
+_THRESHOLD = 0.9  # scores above the threshold are those of a token's chosen experts
 
 
 def get_unbalanced_scores(
@@ -70,12 +70,13 @@ def get_precise_unbalanced_scores(
 
 
 def _ranks_of_tokens(wanted: Any, ranks: int, ratio: float) -> Any:
-    """Chooses `wanted` ranks for each token. Returns bool [T, ranks]: whether each token goes to each rank. The first
-    rank gets `ratio` times as many tokens as each other rank; the numbers of the other ranks differ by at most one.
+    """Chooses `wanted[t]` ranks for each token t. Returns bool [T, ranks]: whether each token goes to each rank. The
+    first rank gets `ratio` times as many tokens as each other rank; the numbers of the other ranks differ by at most
+    one.
     """
     tokens, others = len(wanted), ranks - 1
     first = round(float(wanted.sum()) * ratio / (others + ratio))
-    must = wanted == ranks  # these tokens go to all ranks
+    must = wanted == ranks  # bool [T]: whether a token must go to all ranks
     in_order = torch.where(must, -1.0, torch.rand(tokens, dtype=torch.float32)).argsort()
     goes = torch.zeros(tokens, ranks, dtype=torch.bool)
     goes[in_order[: max(first, int(must.sum()))], 0] = True

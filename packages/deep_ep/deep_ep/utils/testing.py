@@ -92,8 +92,8 @@ def bench_kineto(
         trace_path: the path of a file for the profile as a trace, or None.
         flush_l2: see `flush_l2_cache`.
         barrier_comm_profiling: whether the ranks start each call together, after all ranks have queued the call.
-        num_kernels_per_period: the number of kernels of the same name in one call. If it is greater than 1, the result
-            is a list with a time for each of these kernels.
+        num_kernels_per_period: the number of kernels of the same name in one call. If this number is greater than 1,
+            the result is a list with a time for each of these kernels.
         barrier: a function that makes the ranks start together; None for an all-reduce.
 
     Returns:
