@@ -32,7 +32,7 @@ _WORDS: int = lib.PROXYCCL_LEDGER_WORDS
 
 
 class GrantMessage(Message, frozen=True):
-    """What a reader needs to know of a grant.
+    """The description of a grant, which its owner sends to readers.
 
     Attributes:
         agent, token: the owner's name and token.
