@@ -7,6 +7,9 @@ Each round runs the two libraries one after the other, each in a pair of new pro
 rounds. DIRECTORY is where NIXL's wheel was installed (`pip install --target DIRECTORY nixl`). The table shows
 wall-clock times and the initiator's CPU time; "idle" is the share of a core that a process with an idle agent uses.
 
+"register" and "deregister" are times per region, for as many regions of 4 KiB as the number says, each registered by a
+separate call; "list" registers as many regions by one call, in descending order of their addresses.
+
 With --devices, both agents use GPU memory (of two GPUs, or of one GPU if the machine has only one), and the table also
 shows GB/s. With --mixed the initiator uses the host's memory.
 """
@@ -41,6 +44,9 @@ DEVICE_SIZES = [
 ]
 MIXED_SIZES = [(1, 8), (1, 64 << 20), (10000, 45 << 10)]
 """The cases between the host's memory and a GPU's: the number of blocks, and the bytes of each block."""
+REGIONS, REGION_BYTES = (5_000, 50_000), 4096
+MOST_ENDED = 5_000
+"""The most regions whose ends are timed."""
 MOST_BYTES = 1 << 29
 MOST_DEVICE_BYTES = 1 << 30
 HUGE_PAGE = 2 << 20
@@ -142,11 +148,36 @@ def initiator(directory: Path, devices: bool, mixed: bool) -> None:
             if devices:
                 results[case]["GB/s"] = blocks * nbytes / whole / 1e9
             agent.release_xfer_handle(handle)
+    if not devices:
+        for count in REGIONS:
+            results |= registrations(agent, count)
     spent, start = time.process_time(), time.perf_counter()
     time.sleep(IDLE_SECONDS)
     results["idle"] = {"cores": (time.process_time() - spent) / (time.perf_counter() - start)}
     print(json.dumps(results), flush=True)
     os._exit(0)
+
+
+def registrations(agent: Any, count: int) -> dict[str, dict[str, float]]:
+    """Times the registration of `count` regions, in microseconds per region."""
+    memory = np.zeros(count * REGION_BYTES, np.uint8)
+    rows = [(memory.ctypes.data + number * REGION_BYTES, REGION_BYTES, 0, "") for number in range(count)]
+    times = [time.perf_counter()]
+    made = [agent.register_memory([row], "DRAM") for row in rows]
+    times.append(time.perf_counter())
+    for each in made[:MOST_ENDED]:
+        agent.deregister_memory(each)
+    times.append(time.perf_counter())
+    for each in made[MOST_ENDED:]:  # not timed, because NIXL takes half a millisecond for each of 100,000
+        agent.deregister_memory(each)
+    listed = time.perf_counter()
+    agent.register_memory(rows[::-1], "DRAM")
+    times.append(times[-1] + time.perf_counter() - listed)
+    parts = {"register": count, "deregister": min(count, MOST_ENDED), "list": count}
+    return {
+        f"{what} {count}": {"us": 1e6 * (end - begin) / number}
+        for (what, number), begin, end in zip(parts.items(), times, times[1:], strict=False)
+    }
 
 
 def end_of(times: list[tuple[float, float, float]]) -> bool:

@@ -456,8 +456,8 @@ class Communicator(CollectiveCalls):
         """Registers an array so that peers can access it.
 
         All ranks call this together, each with its own array; sizes may differ. Collectives then use the array, and
-        slices of it at any offset, in place, if all ranks' arrays are registered or made by `empty`. If any rank's
-        array is neither, collectives copy the array through scratch memory.
+        slices of it at any offset, in place, if all ranks' arrays are registered or made by `empty`. Otherwise
+        collectives copy each rank's array through scratch memory.
 
         All peers can access memory that `empty` returns. On the host runtime all other arrays are private to their
         process: they can be the source of a put, but a peer that tries to access such an array gets an error that names

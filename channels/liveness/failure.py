@@ -21,7 +21,9 @@ _OWNED = "the communicator"
 
 
 class Observer:
-    """Callbacks that write reports on a group's failures and exchanges. The methods of this base class do nothing."""
+    """Callbacks by which reports learn of a group's failures and of the ranks' exchanges. The methods of this base
+    class do nothing.
+    """
 
     def failed(self) -> None:
         """The watcher's thread calls this method when the group has failed."""

@@ -87,8 +87,9 @@ class Agent:
 
     Args:
         name: the name by which other agents refer to this agent, of at most 1024 characters.
-        listen: the addresses of this host at which agents of other hosts can connect; None for all addresses; () for
-            none, so that only agents of this host can connect.
+        listen: the addresses or names of this host at which agents of other hosts can connect, where "0.0.0.0" stands
+            for all IPv4 addresses and "::" for all IPv6 addresses; None for all addresses; () for none, so that only
+            agents of this host can connect.
         paths: the paths that this agent's transfers may use, from "shared_memory", "process_vm", "unix", "fabric" and
             "tcp". None for the paths in ``PROXYCCL_TRANSFER_PATHS``, separated by commas, or if that isn't set all
             paths ("fabric" only if there is an RDMA adapter). Connecting to a peer fails if none of the paths leads to
@@ -507,6 +508,7 @@ class Agent:
                 raise _unknown(name)
             del self._peers[name]
             peer.removed = True
+        self._published.forget(name)
         self._publish_links()
         peer.leave()
         if self._fabric is not None and peer.number is not None:
@@ -678,19 +680,12 @@ class Agent:
         if operation not in ("read", "write"):
             raise ArgumentError("operation", f'must be "read" or "write", not {operation!r}')
         rows = as_rows(blocks)
-        message = None if grant is None else GRANT.decode(grant, "an agent")
-        if message is not None and operation == "write":
-            raise ArgumentError("grant", "protects reads; leave this argument out of a write")
         known = self._known(peer)
         sides = self._sides(peer, rows)
         if known is not None and known.link is None:  # without a link, deregistered regions of the peer aren't known
             self._link(peer, known)
             sides = self._sides(peer, rows)
-        if message is None:
-            return self.prepare_checked(operation == "write", rows, *sides)
-        self._link(peer, known)  # afterwards, the peer's ledger is mapped if it can be
-        fence = self._fence(message, peer, known, rows)
-        return set_check(self.prepare_checked(False, rows, *sides), fence)
+        return self.prepare_checked(operation == "write", rows, *sides, grant=grant)
 
     def _sides(self, peer: str, rows: Rows) -> tuple[Side, Side]:
         with self._lock:
@@ -700,16 +695,24 @@ class Agent:
             there = kind_of(regions, rows[:, 1], rows[:, 2], "remote", peer)
             return Side(self.name, None, here, self._own.view(here)), Side(peer, known, there, regions.view(there))
 
-    def prepare_checked(self, writes: bool, rows: Rows, ours: Side, theirs: Side) -> Transfer:
+    def prepare_checked(
+        self, writes: bool, rows: Rows, ours: Side, theirs: Side, *, grant: bytes | None = None
+    ) -> Transfer:
         """Prepares a transfer as `prepare` does, from blocks that `find_side` has found to be registered on both sides.
 
         Raises:
+            ArgumentError, MetadataError, NotGrantedError, StaleReadError: `grant` does not allow the read, or the
+                transfer is a write.
             UnknownAgentError: the other agent was removed, even if another agent now has its name.
             NotRegisteredError: memory of a block was deregistered since `find_side`, even if it was registered again.
             DisconnectedError, NoPathError: no path leads to the peer or its memory (see `prepare`).
         """
         name, known = theirs.name, theirs.peer
+        message = None if grant is None else GRANT.decode(grant, "an agent")
+        if message is not None and writes:
+            raise ArgumentError("grant", "protects reads; leave this argument out of a write")
         link = self._link(name, known)
+        fence = None if message is None else self._fence(message, name, known, rows)
         moved = rows[rows[:, 2] > 0]
         with self._lock:
             here, here_rows = ours.holders(moved[:, 0], self._own)
@@ -720,6 +723,8 @@ class Agent:
         ledger = self._ledger if known is None else known.ledger
         if ledger is not None:
             set_guard(transfer, True, ledger, there_rows)
+        if fence is not None:
+            set_check(transfer, fence)
         return set_label(transfer, self._published.label(name, transfer.path.name))
 
     def read(self, peer: str, blocks: Any, *, message: bytes | None = None, grant: bytes | None = None) -> Transfer:

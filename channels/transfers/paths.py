@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import pathlib
 import socket
 import struct
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -162,8 +163,9 @@ def unix_address(token: bytes) -> bytes:
 
 
 def open_listeners(token: bytes, addresses: Sequence[str] | None) -> tuple[list[socket.socket], list[tuple[str, int]]]:
-    """Makes listening sockets: the Unix socket of `token`, and TCP sockets at these addresses of this host (None: all
-    addresses). Returns the sockets, and the (address, port) pairs of the TCP sockets.
+    """Makes listening sockets: the Unix socket of `token`, and TCP sockets at these addresses or names of this host
+    (None: all addresses). Returns the sockets, and the (address, port) pairs at which other hosts reach the TCP
+    sockets.
 
     Raises:
         ArgumentError: this host can't listen at an address.
@@ -191,17 +193,34 @@ def _listen(token: bytes, addresses: Sequence[str] | None) -> tuple[list[socket.
             every = undo.enter_context(socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=dual))
             listeners.append(every)
             found = [(address, every.getsockname()[1]) for address in host_addresses()]
-        for address in addresses or []:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            one = undo.enter_context(socket.create_server((address, 0), family=family, backlog=1024))
+        for family, place in _resolve(addresses or []):
+            one = undo.enter_context(socket.create_server(place, family=family, backlog=1024))
             listeners.append(one)
-            found.append((address, one.getsockname()[1]))
+            address, port = one.getsockname()[:2]
+            found += [(each, port) for each in _reachable(address)]
         for listener in listeners:
             listener.setblocking(False)
         for listener in listeners[1:]:
             _set_options(listener)  # accepted sockets inherit the options
         undo.pop_all()
     return listeners, found
+
+
+def _resolve(addresses: Sequence[str]) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
+    """Returns the family and the place of each address, or of all addresses of a host name, without duplicates."""
+    found = []
+    for address in addresses:
+        for family, _, _, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+            found.append((family, place))
+    return list(dict.fromkeys(found))
+
+
+def _reachable(address: str) -> list[str]:
+    """Returns the addresses by which other hosts reach a socket that is bound to `address`."""
+    bound = ipaddress.ip_address(address.partition("%")[0])
+    if not bound.is_unspecified:
+        return [address]
+    return [each for each in host_addresses() if ipaddress.ip_address(each).version == bound.version]
 
 
 def _set_options(connection: socket.socket) -> None:

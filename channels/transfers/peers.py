@@ -97,7 +97,7 @@ class Peer:
         """Closes the link and all transfers, and then unmaps the peer's memory.
 
         Raises:
-            ActiveError: requests of a transfer to libfabric have not completed. All other transfers have been closed.
+            ActiveError: libfabric has not completed all requests of a transfer. All other transfers have been closed.
         """
         if self.link is not None:
             self.link.end()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from proxyccl.channels.transfers.paths import Path as DataPath
 
 _SUFFIX = ".agent"
+_KEPT_LABELS = 64
 _LOG = logging.getLogger("proxyccl.transfer")
 
 
@@ -74,6 +75,7 @@ class Published:
         self.log = SharedMemory.allocate(ffi.sizeof("ProxycclTransferLog"))
         self._links: list[LinkSeen] = []
         self._labels: dict[tuple[str, str], int] = {}
+        self._former: dict[tuple[str, str], None] = {}  # labels of removed peers, in the order of removal
         self._file = new_name(_SUFFIX)
         self._lock = threading.Lock()
         self._path: Path | None = None
@@ -88,19 +90,32 @@ class Published:
     def label(self, peer: str, path: str) -> int:
         """Returns the index in `AgentSeen.labels` of a peer and a path, and publishes it if it is new."""
         with self._lock:
+            self._former.pop((peer, path), None)
             number = self._labels.get((peer, path))
             if number is not None:
                 return number
-            number = self._labels[peer, path] = len(self._labels)
+            number = len(self._labels)
+            if len(self._former) > _KEPT_LABELS:
+                oldest = next(iter(self._former))
+                del self._former[oldest]
+                number = self._labels.pop(oldest)
+            self._labels[peer, path] = number
         self._write()
         return number
+
+    def forget(self, peer: str) -> None:
+        """Lets later labels replace those of a removed peer, once _KEPT_LABELS labels of removed peers are kept for the
+        records of their transfers.
+        """
+        with self._lock:
+            self._former.update((label, None) for label in self._labels if label[0] == peer)
 
     def _write(self) -> None:
         if self._failed:
             return
         program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
         with self._lock:
-            labels = [LinkSeen(*label) for label in self._labels]
+            labels = [LinkSeen(*label) for label in sorted(self._labels, key=self._labels.__getitem__)]
             try:  # `this_process` reads /proc, for which no descriptor may be left
                 seen = AgentSeen(*this_process(), self._name, program, self._links, labels, self.log.handle)
                 self._path = write(self._file, _SEEN.encode(seen))

@@ -1,4 +1,4 @@
-"""Frees a device's memory and modules without references when a call next waits for the device.
+"""Frees memory and modules of a device that nothing refers to, when a call next waits for the device.
 
 A wait for the device does not include kernels of other devices and processes, which may access the device's memory.
 While a `Hold` says that such kernels may run, this process frees no allocation.

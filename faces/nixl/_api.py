@@ -19,6 +19,8 @@ from proxyccl.nixl.logging import get_logger
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from proxyccl.channels.transfers.grants import Grant
+
 _T = TypeVar("_T")
 _List = TypeVar("_List", nixlXferDList, nixlRegDList)
 
@@ -224,6 +226,24 @@ class nixl_agent:
         if backend not in self.backends:
             raise ValueError(f"Backend '{backend}' not found. Available backends: {list(self.backends)}")
         return self.agent.queryMem(descs, self.backends[backend])  # type: ignore[arg-type]
+
+    def grant(self, descs: nixlXferDList, lease: float | None = None) -> Grant:
+        """Lets other agents read descriptors of this agent's memory until the grant is revoked. This method is not
+        NIXL's. The list, also after `get_serialized_descs`, carries the grant: a read of its descriptors by another
+        agent raises nixlBackendError if the grant was revoked before the read was complete.
+
+        Args:
+            descs: a list of this agent's descriptors, which must be registered and must not overlap.
+            lease: seconds after which the grant ends; None for no limit.
+
+        Returns:
+            The grant. Call its `revoke` before the memory is overwritten.
+
+        Raises:
+            nixlInvalidParamError: descriptors overlap, or `lease` is invalid.
+            nixlNotFoundError: a descriptor is not registered.
+        """
+        return self.agent.grant(descs, lease)
 
     # Transfers
 

@@ -19,6 +19,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from proxyccl.channels.transfers.agent import Agent
+from proxyccl.channels.transfers.grants import Grant
 from proxyccl.channels.transfers.preparing import Side
 from proxyccl.channels.transfers.regions import Region
 from proxyccl.channels.transfers.transfer import State, Transfer
@@ -84,12 +85,13 @@ class nixlXferTelemetry(Struct):
 
 class _Prepared(Struct, frozen=True, eq=False):
     """A prepared list, and the registered memory that contains its descriptors. `is_own` says whether the list is the
-    initiator's.
+    initiator's. `grant`: the list's grant.
     """
 
     rows: NDArray[np.uint64] | StridedRows
     side: Side
     is_own: bool
+    grant: bytes
 
 
 class _Posted(Struct, eq=False):
@@ -162,6 +164,13 @@ class nixlAgent:
         with in_nixls_words():
             self._agent.deregister(*_regions_of(_required(descs, nixlRegDList)))
         return nixl_status_t.NIXL_SUCCESS
+
+    def grant(self, descs: nixlXferDList, lease: float | None) -> Grant:
+        granted = _required(descs, nixlXferDList)
+        with in_nixls_words():
+            made = self._agent.grant(granted.rows[:, :2], lease=lease)
+        granted.grant = made.encoded
+        return made
 
     def queryMem(self, descs: nixlRegDList, backend: int) -> list[dict[str, str] | None]:
         raise nixlNotSupportedError("ProxyCCL does not move files or objects, and memory has nothing to query")
@@ -272,7 +281,7 @@ class nixlAgent:
             rows = descs.rows.copy()
         side = self._check(name or self._name, descs)
         handle = next(_HANDLES)
-        self._prepared[handle] = _Prepared(rows, side, not name)
+        self._prepared[handle] = _Prepared(rows, side, not name, descs.grant)
         return handle
 
     def releasedDlistH(self, handle: int) -> nixl_status_t:
@@ -294,7 +303,7 @@ class nixlAgent:
         if local is None or remote is None or not local.is_own or remote.is_own:
             raise nixlInvalidParamError("expected a prepared list of this agent's side, then one of the other side")
         ours, theirs = _picked(local, local_indices), _picked(remote, remote_indices)
-        return self._make(operation, ours, theirs, notif_msg, local.side, remote.side)
+        return self._make(operation, ours, theirs, notif_msg, local.side, remote.side, remote.grant)
 
     def createXferReq(
         self,
@@ -311,7 +320,7 @@ class nixlAgent:
         if len(local) != len(remote) or not np.array_equal(local.rows[:, 1], remote.rows[:, 1]):
             raise nixlInvalidParamError("the lists differ in their number of descriptors, or in a length")
         sides = self._check(self._name, local), self._check(name, remote)
-        return self._make(operation, local.rows, remote.rows, notif_msg, *sides)
+        return self._make(operation, local.rows, remote.rows, notif_msg, *sides, remote.grant)
 
     def _make(
         self,
@@ -321,12 +330,14 @@ class nixlAgent:
         notification: str | bytes,
         ours: Side,
         theirs: Side,
+        grant: bytes,
     ) -> int:
         if not len(local) or len(local) != len(remote) or not np.array_equal(local[:, 1], remote[:, 1]):
             raise nixlInvalidParamError("the two sides differ in their number of descriptors, or in a length")
         rows = np.column_stack((local[:, 0], remote[:, :2]))
         with in_nixls_words():
-            transfer = self._agent.prepare_checked(operation == nixl_xfer_op_t.NIXL_WRITE, rows, ours, theirs)
+            writes = operation == nixl_xfer_op_t.NIXL_WRITE
+            transfer = self._agent.prepare_checked(writes, rows, ours, theirs, grant=grant or None)
         handle = next(_HANDLES)
         self._transfers[handle] = _Posted(transfer, theirs.name, bytes_of(notification) or None, len(local))
         return handle

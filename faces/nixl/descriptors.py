@@ -33,8 +33,11 @@ class _DescList:
 
     Attributes:
         rows: an array of uint64 of shape (N, 3): the (address, bytes, device) of each descriptor.
+        grant: the bytes of the grant that contains the descriptors (`nixl_agent.grant`); b"" without one. A serialized
+            list for a transfer contains the grant.
     """
 
+    grant = b""
     _fields: ClassVar[int]
     __hash__ = None  # type: ignore[assignment]
 
@@ -73,6 +76,7 @@ class _DescList:
             and other._type == self._type
             and np.array_equal(other.rows, self.rows)
             and other._notes == self._notes
+            and other.grant == self.grant
         )
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
@@ -112,7 +116,7 @@ class _DescList:
         return f"{type(self).__name__}({self._type.name}, {[self[index] for index in range(len(self))]})"
 
     def serialize(self) -> bytes:
-        notes = b"".join(len(note).to_bytes(4, "little") + note for note in self._notes)
+        notes = self.grant or b"".join(len(note).to_bytes(4, "little") + note for note in self._notes)
         head = _HEAD.pack(_FORMAT, self._fields, self._type, len(self.rows), len(notes))
         return head + self.rows.tobytes() + notes
 
@@ -146,14 +150,16 @@ def deserialize(data: bytes) -> nixlXferDList | nixlRegDList:
         if name != _FORMAT or fields not in (3, 4) or len(data) != rows_end + notes_bytes:
             raise nixlMismatchError("the bytes are not a list of descriptors")
         rows = np.frombuffer(data, np.uint64, 3 * count, _HEAD.size).reshape(-1, 3).copy()
+        made = (nixlRegDList if fields == 4 else nixlXferDList)(nixl_mem_t(kind))
         notes, at = [], rows_end
+        if fields == 3 and notes_bytes:
+            made.grant, at = data[rows_end:], len(data)
         while at < len(data):
             length = int.from_bytes(data[at : at + 4], "little")
             notes.append(data[at + 4 : at + 4 + length])
             at += 4 + length
         if len(notes) != count * (fields == 4) or at != len(data):
             raise nixlMismatchError("the bytes are not a list of descriptors")
-        made = (nixlRegDList if fields == 4 else nixlXferDList)(nixl_mem_t(kind))
     except (struct.error, ValueError, TypeError) as error:
         raise nixlMismatchError(f"the bytes are not a list of descriptors: {error}") from None
     made.rows, made._notes = rows, notes

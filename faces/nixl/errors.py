@@ -72,6 +72,7 @@ _THEIRS: dict[type[ProxyCCLError], type[_NixlError]] = {  # subclasses precede b
     ours.NotStartedError: nixlNotPostedError,
     ours.UnknownAgentError: nixlNotFoundError,
     ours.NotRegisteredError: nixlNotFoundError,
+    ours.NotGrantedError: nixlNotFoundError,
     ours.MetadataError: nixlMismatchError,
     ours.NameTakenError: nixlNotAllowedError,
     ours.ActiveError: nixlRepostActiveError,

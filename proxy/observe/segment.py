@@ -24,8 +24,8 @@ def peer_of(stats: _engine.ProxycclConnectionStats) -> int | None:
 
 
 def open_published(handle: str, nbytes: int) -> SharedMemory:
-    """Maps, for an observer, the memory that a publication names by a handle in hexadecimal. Raises ArgumentError if
-    the memory can't be opened, or has fewer than `nbytes` bytes.
+    """Maps the memory of another process for an observer. `handle` is the memory's handle in hexadecimal. Raises
+    ArgumentError if the memory can't be opened, or has fewer than `nbytes` bytes.
     """
     try:
         packed = bytes.fromhex(handle)

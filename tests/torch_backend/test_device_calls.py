@@ -284,7 +284,7 @@ def test_transfers_are_issued_in_c_with_what_their_memory_holds_then(batched: bo
             for work in [group.end_coalescing()] if batched else works:
                 work.wait()
             assert (torch_on_hip.on_cpu(out) == 10.0 * turn + peer).all()
-            # C does not issue the first transfers, because threads first wait for the peer to connect.
+            # A thread of the group issues the first transfers, after the peer has connected; C issues the later ones.
             issued = issued or IssuedInC(group)
         assert issued is not None
         assert issued.count == 10

@@ -15,6 +15,8 @@ import pytest
 from proxyccl.channels.transfers import agent as agent_module
 from proxyccl.channels.transfers.errors import MetadataError
 from proxyccl.device.errors import ArgumentError
+from proxyccl.nixl._api import nixl_agent
+from proxyccl.nixl.errors import nixlBackendError, nixlInvalidParamError
 from proxyccl.transfer import (
     Agent,
     Grant,
@@ -195,6 +197,41 @@ def test_wrong_arguments(sides: Sides) -> None:
     for garbage in (b"", b"{}", grant.encoded[:-9]):
         with pytest.raises(MetadataError):
             sides.reader.read("owner", sides.rows(0), grant=garbage)
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_list_of_nixl_carries_its_grant(prepared: bool) -> None:
+    owner, reader = (nixl_agent(f"{name}, {prepared}") for name in ("owner", "reader"))
+    memory, target = np.full(4 * NBYTES, 5, np.uint8), np.zeros(4 * NBYTES, np.uint8)
+    rows, here = ([(array.ctypes.data + block * NBYTES, NBYTES, 0) for block in range(4)] for array in (memory, target))
+    for agent, blocks in ((owner, rows), (reader, here)):
+        agent.register_memory([(*block, "") for block in blocks], "DRAM")
+    name = reader.add_remote_agent(owner.get_agent_metadata())
+    descs = owner.get_xfer_descs(rows, "DRAM")
+    grant = owner.grant(descs)
+    remote = reader.deserialize_descs(owner.get_serialized_descs(descs))
+    assert remote == descs
+    local = reader.get_xfer_descs(here, "DRAM")
+
+    def read(operation: str = "READ") -> str:
+        if prepared:
+            ours, theirs = reader.prep_xfer_dlist("", local), reader.prep_xfer_dlist(name, remote)
+            handle = reader.make_prepped_xfer(operation, ours, range(4), theirs, range(4))
+        else:
+            handle = reader.initialize_xfer(operation, local, remote, name)
+        state = reader.transfer(handle)
+        while state == "PROC":
+            state = reader.check_xfer_state(handle)
+        return state
+
+    assert read() == "DONE"
+    assert (target == memory).all()
+    with pytest.raises(nixlInvalidParamError):
+        read("WRITE")
+    grant.revoke()
+    with pytest.raises(nixlBackendError) as raised:
+        read()
+    assert isinstance(raised.value.__cause__, StaleReadError)
 
 
 @pytest.mark.parametrize("rounds", [60, pytest.param(10_000, marks=pytest.mark.slow)])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
+import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -188,3 +191,19 @@ def test_the_environment_chooses_paths(pair: Pair, monkeypatch: pytest.MonkeyPat
     for wrong in ("tcp", [], ["self"]):
         with pytest.raises(ArgumentError, match="paths"):
             Agent("c", listen=(), paths=wrong)
+
+
+@pytest.mark.parametrize("listen", [["localhost"], ["0.0.0.0"], ["::"], ["::1", "127.0.0.1"], None])
+def test_an_agent_publishes_addresses_that_a_peer_reaches(listen: list[str] | None) -> None:
+    with Agent("a", paths=["tcp"]) as a, Agent("b", listen=listen) as b:
+        published = json.loads(b.metadata())["place"]["addresses"]
+        assert published
+        assert not any(ipaddress.ip_address(address).is_unspecified for address, _ in published)
+        a.add(b.metadata())
+        assert a.connect("b").name == "tcp"
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1", ["no such host.invalid"], [7]])
+def test_an_agent_can_listen_only_at_addresses_of_its_host(listen: Any) -> None:
+    with pytest.raises(ArgumentError, match="listen"):
+        Agent("a", listen=listen)

@@ -127,3 +127,18 @@ def test_an_agent_works_where_its_process_cannot_be_looked_at(
     with Agent("unseen", listen=()) as agent:
         agent.register(np.zeros(10, np.uint8))
     assert "cannot see agent unseen" in caplog.text
+
+
+def test_the_file_of_an_agent_does_not_grow_with_former_peers() -> None:
+    with Agent("meets many") as agent:
+        memory = np.zeros(8, np.uint8)
+        region = agent.register(memory)
+        for number in range(200):
+            with Agent(f"peer {number}") as peer:
+                there = peer.register(memory)
+                agent.add(peer.metadata())
+                agent.read(peer.name, [(region.address, there.address, 0)]).wait()
+                agent.remove(peer.name)
+        (found,) = [each for each in find_agents() if each.name == "meets many" and each.pid == os.getpid()]
+        assert len(found.labels) < 100
+        assert any(label.peer == "peer 199" for label in found.labels)
