@@ -30,6 +30,7 @@ from proxyccl.transfer import (
     Agent,
     DisconnectedError,
     NotRegisteredError,
+    StaleReadError,
     State,
     TransferTimeoutError,
     strided,
@@ -99,6 +100,21 @@ def expected(before: Any, source: Any, rows: Any, to: int, base: tuple[int, int]
     for row in (rows - np.array([*base, 0], np.uint64)).astype(int):
         after[row[to] : row[to] + row[2]] = source[row[1 - to] : row[1 - to] + row[2]]
     return after
+
+
+@pytest.mark.hip
+def test_granted_memory_of_a_device(pair: OnDevices) -> None:
+    there, here = pair.regions[1], pair.regions[0]
+    grant = pair.b.grant([(there.address, 1 << 20), (there.address + (1 << 20), 4096)])
+    rows = [(here.address, there.address, 1 << 20), (here.address + (1 << 20), there.address + (1 << 20), 4096)]
+    read = pair.a.prepare("read", "b", rows, grant=grant.encoded).start()
+    read.wait()
+    count = (1 << 20) + 4096
+    assert (pair.arrays[0].numpy()[:count] == pair.arrays[1].numpy()[:count]).all()
+    grant.revoke([there.address])
+    with pytest.raises(StaleReadError) as raised:
+        read.start().wait()
+    assert list(raised.value.stale) == [0]
 
 
 @pytest.mark.hip
