@@ -259,10 +259,12 @@ class Agent:
         for region in regions:
             require_valid(region)
         # An array without elements may have no address.
-        shares = [self._devices.share(each, runtime) for each in regions if each.kind == VRAM and each.nbytes]
-        mapped = mapped_memory(regions)
-        host_shares = shares_of(mapped)
+        of_devices = [each for each in regions if each.kind == VRAM and each.nbytes]
+        shares = [self._devices.share(each, runtime) for each in of_devices]
         copiers = {share.region: self._devices.of(share) for share in shares}
+        mapped = mapped_memory(regions)
+        if mapped:
+            shares += shares_of(mapped)
         with self._lock:
             self._require_open()
             for copier in set(copiers.values()) - self._serving.keys():
@@ -276,8 +278,8 @@ class Agent:
                     self._fabric.register(regions, {region: copier.runtime for region, copier in copiers.items()})
                     self._begin(regions, mapped)
                     undo.pop_all()
-            if shares or host_shares:
-                self._reached.add(shares + host_shares)
+            if shares:
+                self._reached.add(shares)
 
     def _begin(self, regions: Sequence[Region], mapped: Mapping[Region, SharedMemory]) -> None:
         numbers: dict[Region, int] = {}

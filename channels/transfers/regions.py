@@ -24,7 +24,7 @@ _END = 2**63
 """An address above the end of any memory."""
 
 
-class Region(Message, frozen=True, gc=False):
+class Region(Message, frozen=True, gc=False, cache_hash=True):
     """A range of registered memory.
 
     Attributes:

@@ -46,10 +46,11 @@ class _DescList:
         if isinstance(descs, np.ndarray):
             self.rows = _checked_array(descs, 3).astype(np.uint64)
         elif isinstance(descs, list):
-            if not all(isinstance(desc, tuple) for desc in descs):
-                raise TypeError("Each descriptor must be a tuple when provided as a list")
-            if not all(len(desc) == self._fields for desc in descs):
-                raise ValueError(f"Each descriptor tuple must have exactly {self._fields} elements")
+            for desc in descs:
+                if not isinstance(desc, tuple):
+                    raise TypeError("Each descriptor must be a tuple when provided as a list")
+                if len(desc) != self._fields:
+                    raise ValueError(f"Each descriptor tuple must have exactly {self._fields} elements")
             self.rows = np.array([desc[:3] for desc in descs], np.uint64).reshape(-1, 3)
         else:
             self.rows = np.zeros((int(descs or init_size), 3), np.uint64)

@@ -4,8 +4,7 @@ nixl_status_t.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from types import TracebackType
 from typing import ClassVar
 
 from proxyccl.channels.transfers import errors as ours
@@ -90,9 +89,14 @@ def in_nixl(error: ProxyCCLError) -> _NixlError:
     return next(theirs for kind, theirs in _THEIRS.items() if isinstance(error, kind))(str(error))
 
 
-@contextlib.contextmanager
-def in_nixls_words() -> Iterator[None]:
-    try:
-        yield
-    except ProxyCCLError as error:
-        raise in_nixl(error) from error
+class in_nixls_words:
+    """A context manager that raises NIXL's exceptions instead of ours."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ProxyCCLError):
+            raise in_nixl(error) from error

@@ -234,12 +234,10 @@ def test_a_list_of_nixl_carries_its_grant(prepared: bool) -> None:
     assert isinstance(raised.value.__cause__, StaleReadError)
 
 
-@pytest.mark.parametrize("rounds", [60, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [60, pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ["stale", "consumed", "out of range", "lease"])
 def test_a_read_that_succeeds_has_the_granted_data(case: str, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner overwrites each block as soon as it has revoked the block, at a random moment of the read."""
-    if rounds > 100:
-        monkeypatch.setenv("PROXYCCL_TIMEOUT", "60")
     for path, share in (("process_vm", 0.6), ("unix", 0.2), ("unix, far", 0.2)):
         sides = Sides(path.partition(",")[0], far="far" in path, nbytes=1 << 17, monkeypatch=monkeypatch)
         with ThreadPoolExecutor(1) as threads:
