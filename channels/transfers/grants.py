@@ -200,16 +200,16 @@ class Fence(Check):
         """
         self._outcome = self._error = None
         self._looks = False
-        if self._ledger is not None and self._is_over():
+        if self._ledger is not None and not self._holds():
             raise self._error_of(self._stale(), "before the read began")
 
     def poll(self) -> State:
         """Returns DONE or STALE, or ACTIVE while `look` is active."""
         if self._outcome is None and (self._look is None or self._has_looked(self._look)):
-            if self._error is None and self._is_over():
+            if self._error is None and not self._holds():
                 self._error = self._error_of(self._stale(), "during the read")
-            self._outcome = State.STALE if self._error is not None else State.DONE
-        return State.ACTIVE if self._outcome is None else self._outcome
+            self._outcome = State.DONE if self._error is None else State.STALE
+        return self._outcome or State.ACTIVE
 
     def wait(self, seconds: float) -> None:
         if self.poll() is State.ACTIVE and self._look is not None:
@@ -235,10 +235,10 @@ class Fence(Check):
                 self._error = self._error_of(all_stale, f"or can't be asked: {error}")
                 return True
 
-    def _is_over(self) -> bool:
+    def _holds(self) -> bool:
         if self._ledger is None or self._deadline:
-            return bool(self._stale().any())
-        return lib.proxyccl_ledger_revoked(self._mapped, self._pointer, self._count) < self._count
+            return not self._stale().any()
+        return bool(lib.proxyccl_ledger_revoked(self._mapped, self._pointer, self._count) == self._count)
 
     def _stale(self) -> NDArray[np.bool_]:
         if self._deadline and time.monotonic_ns() >= self._deadline:

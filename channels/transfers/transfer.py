@@ -195,10 +195,10 @@ class Transfer:
     @property
     def state(self) -> State:
         """The transfer's state. Reading the state does not raise an error even if the transfer has failed."""
-        return self._checked(_STATES[lib.proxyccl_transfer_state(self._open())])
+        return self._checked(lib.proxyccl_transfer_state(self._open()))
 
-    def _checked(self, state: State) -> State:
-        return state if self._check is None or state is not State.DONE else self._check.poll()
+    def _checked(self, state: int) -> State:
+        return _STATES[state] if self._check is None or state != _DONE else self._check.poll()
 
     def done(self) -> bool:
         """Returns whether all data has arrived. On the path "process_vm" this call may itself copy a piece.
@@ -212,7 +212,7 @@ class Transfer:
         state = lib.proxyccl_transfer_help(self._open())
         if state == _DONE and self._check is None:
             return True
-        return self._outcome(self._checked(_STATES[state]))
+        return self._outcome(self._checked(state))
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until all data has arrived.
@@ -231,8 +231,8 @@ class Transfer:
             return
         bounded = timeout_from(timeout)
         handle, deadline = self._open(), time.monotonic() + bounded
-        state = _STATES[wait_in_slices(lambda ns: lib.proxyccl_transfer_wait(handle, ns), State.ACTIVE.value, bounded)]
-        if self._check is not None and state is State.DONE:
+        state = wait_in_slices(lambda ns: lib.proxyccl_transfer_wait(handle, ns), State.ACTIVE.value, bounded)
+        if self._check is not None and state == _DONE:
             self._check.wait(deadline - time.monotonic())
         if not self._outcome(self._checked(state)):
             raise TransferTimeoutError(
