@@ -1076,7 +1076,8 @@ def transfers_section(result: Result) -> Section:
     lines = [
         *origin(result),
         f"Between two processes of one host{way}; {result['rounds']} runs of each library, in turn; medians. *post*: "
-        "the time until the call that starts a transfer returns.",
+        "the time until the call that starts a transfer returns. *register*, *deregister*: for each of as many regions "
+        "as the number says, by a separate call; *list*: for each region, all by one call.",
         "",
     ]
     titles = ["operation, blocks x bytes", "ours, µs", "NIXL, µs", "NIXL over ours", "ours, GB/s", "NIXL, GB/s"]
