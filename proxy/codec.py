@@ -31,8 +31,9 @@ Uint64 = Annotated[int, Meta(ge=0)]
 _SHOWN = 100  # errors show at most this many characters of a wrong value
 _LOCATED = re.compile(r"(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$(?P<path>.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
-_LONG_NUMBER = re.compile(rb"-[0-9]{19}|[0-9]{20}")  # an integer with fewer digits than this fits in 64 bits
+_LONG_NUMBER = re.compile(rb"-[0-9]{19,}|[0-9]{20,}")  # an integer with fewer digits than this fits in 64 bits
 _INTEGERS = range(-(2**63), 2**64)
+_MOST_DIGITS = 20  # of an integer of 64 bits, with its sign
 
 T = TypeVar("T")
 
@@ -128,7 +129,7 @@ class _WideIntegerError(Exception):
 
 
 def _require_64_bits(data: bytes | bytearray | memoryview) -> None:
-    if not _LONG_NUMBER.search(data):
+    if all(len(each) <= _MOST_DIGITS and int(each) in _INTEGERS for each in _LONG_NUMBER.findall(data)):
         return
     for path, value in _leaves(msgspec.json.decode(data), "$"):
         if isinstance(value, int) and value not in _INTEGERS:

@@ -18,7 +18,7 @@ from proxyccl.channels.transfers.regions import Region
 from proxyccl.channels.weights.card import CARD, MESSAGE, Card, HasRead, Join, Leave, Offered
 from proxyccl.channels.weights.parts import Part, part_of
 from proxyccl.channels.weights.sharding import Sharding
-from proxyccl.device.arrays.array import as_view
+from proxyccl.device.arrays.array import Array, as_view
 from proxyccl.device.errors import ArgumentError
 
 _SLICE = 0.05
@@ -89,7 +89,7 @@ class Holder:
             raise ArgumentError("array", f"{tensor}: expected a part of shape {box.shape}, got {part.shape}")
         place = (view.ptr, view.nbytes)
         if view.nbytes and place not in self._regions:
-            self._regions[place] = self._agent.register(array)
+            self._regions[place] = self._agent.register(array if isinstance(array, Array) else view)
         self._parts.append(part)
 
     def card(self) -> bytes:
