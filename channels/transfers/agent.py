@@ -49,7 +49,7 @@ from proxyccl.channels.transfers.peers import Peer
 from proxyccl.channels.transfers.preparing import Pair, Preparer, Side, kind_of
 from proxyccl.channels.transfers.published import Published
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, is_unicode, require_valid
-from proxyccl.channels.transfers.transfer import State, Transfer, set_check, set_guard, set_label
+from proxyccl.channels.transfers.transfer import State, Transfer, has_ended, set_check, set_guard, set_label
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import Array, as_view
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from proxyccl.proxy._transfers import ProxycclAgentPointer, ProxycclStagingPointer
 
 _CONNECT_SECONDS = 10.0
+_LONGEST_LEASE = 1e9
+_LEAST_WORDS = 512
 _LENGTHS = struct.Struct("=QQ")
 _LOG = logging.getLogger("proxyccl.transfer")
 _agents: weakref.WeakValueDictionary[int, Agent] = weakref.WeakValueDictionary()
@@ -137,7 +139,8 @@ class Agent:
         served: list[object] = []
         self._keep_serving = served.append
         self._ledger_region: Region | None = None  # registered by the first grant
-        self._idle_words: deque[tuple[Region, NDArray[np.uint64]]] = deque()
+        self._internal: set[Region] = set()  # this agent's regions that the program has not registered
+        self._idle_words: deque[tuple[Region, NDArray[np.uint64], Transfer]] = deque()
         self._closed = False
         self._process = forks.here()
         self._token, secret = os.urandom(lib.PROXYCCL_SECRET_BYTES), os.urandom(lib.PROXYCCL_SECRET_BYTES)
@@ -196,6 +199,7 @@ class Agent:
             lib.proxyccl_agent_stop(self._handle)
             for peer in peers:
                 peer.leave()
+            self._ledger.revoke_all()
             self._pinned.forget()
             self._reached.add((), self._own.all)
             self._drop_pins_of_others(self._own.all)
@@ -295,11 +299,12 @@ class Agent:
                 begun.append(numbers[region])
                 if before:
                     ended.append(before)
+            self._change_memory([region for region in numbers if region not in self._own], adds=True)
         except BaseException:
             for number in begun:
                 self._ledger.end(number)
             raise
-        self._change_memory(self._own.add(regions, [numbers[region] for region in regions]), adds=True)
+        self._own.add(regions, [numbers[region] for region in regions])
         for number in ended:
             self._ledger.end(number)
 
@@ -346,7 +351,7 @@ class Agent:
     def regions(self) -> list[Region]:
         """The registered regions, in the order of registration."""
         with self._lock:
-            return [region for region in self._own.all if region != self._ledger_region]
+            return [region for region in self._own.all if region not in self._internal]
 
     def _change_memory(self, regions: Sequence[Region], *, adds: bool) -> None:
         """Tells the engine that peers may, or may no longer, access regions through sockets."""
@@ -383,7 +388,11 @@ class Agent:
             ResourceError: the agent has 2^20 registered regions and granted blocks.
         """
         rows = as_granted(blocks)
-        ends = 0 if lease is None else time.monotonic_ns() + int(1e9 * timeout_from(lease))
+        ends = 0
+        if lease is not None:
+            if isinstance(lease, bool) or not isinstance(lease, int | float) or not 0 < lease <= _LONGEST_LEASE:
+                raise ArgumentError("lease", f"must be seconds from 0 to {_LONGEST_LEASE:g}, or None, not {lease!r}")
+            ends = time.monotonic_ns() + int(1e9 * lease)
         with self._lock:
             self._require_open()
             kind_of(self._own, rows[:, 0], rows[:, 1], "local", "")
@@ -391,8 +400,11 @@ class Agent:
                 region = Region(int(ffi.cast("uintptr_t", self._ledger.pointer)), self._ledger.words.nbytes)
                 self._register([region], None)
                 self._ledger_region = region
+                self._internal.add(region)
             ledger = self._ledger_region
+            metadata = self.metadata([ledger], place=False)
             numbers = self._ledger.grant(len(rows))
+        try:
             message = GrantMessage(
                 "proxyccl-grant-1",
                 self.name,
@@ -400,10 +412,13 @@ class Agent:
                 self._place.host,
                 ends,
                 ledger.address,
-                self.metadata([ledger], place=False),
+                metadata,
                 np.column_stack((rows, numbers)).tobytes(),
             )
-            return Grant(self._ledger, self._lock, message)
+            return Grant(self._ledger, message)
+        except BaseException:
+            self._ledger.revoke(numbers)
+            raise
 
     def _fence(self, message: GrantMessage, name: str, known: Peer | None, rows: Rows) -> Fence:
         """Makes the check of a read of granted blocks. Raises StaleReadError if the grant's agent has ended, and
@@ -416,23 +431,34 @@ class Agent:
         ledger = self._ledger if known is None else known.ledger
         if ledger is not None:
             return Fence(message, rows, numbers, ledger)
-        self.add(message.metadata)
+        assert known is not None
+        words_there = Region(message.ledger, lib.PROXYCCL_LEDGER_WORDS * 8)
+        if words_there not in known.regions:
+            self.add(message.metadata)
+            known.internal.add(words_there)
         region, words = self._words_of(len(numbers))
         at = np.uint64(message.ledger) + numbers % np.uint64(lib.PROXYCCL_LEDGER_WORDS) * np.uint64(words.itemsize)
         here = np.uint64(region.address) + np.arange(len(numbers), dtype=np.uint64) * np.uint64(words.itemsize)
         look = self.prepare("read", name, np.column_stack((here, at, np.full_like(at, words.itemsize))))
-        fence = Fence(message, rows, numbers, None, look, words)
-        forks.finalizer(fence, self._idle_words.append, (region, words))
+        fence = Fence(message, rows, numbers, None, look, words[: len(numbers)])
+        forks.finalizer(fence, self._idle_words.append, (region, words, look))
         return fence
 
     def _words_of(self, count: int) -> tuple[Region, NDArray[np.uint64]]:
-        """Returns registered words of this agent, which no other fence uses."""
-        for region, words in take_each(self._idle_words):
-            if len(words) == count:
-                return region, words
-            self.deregister(region)
-        words = np.zeros(count, np.uint64)
-        return self.register(words), words
+        """Returns at least `count` registered words of this agent, which no other fence uses and no transfer writes."""
+        found = None
+        for idle in list(take_each(self._idle_words)):
+            if found is None and len(idle[1]) >= count and has_ended(idle[2], 0.0):
+                found = idle[:2]
+            else:
+                self._idle_words.append(idle)
+        if found is not None:
+            return found
+        words = np.zeros(max(count, _LEAST_WORDS), np.uint64)
+        region = self.register(words)
+        with self._lock:
+            self._internal.add(region)
+        return region, words
 
     # Other agents
 
@@ -539,7 +565,9 @@ class Agent:
             UnknownAgentError: no such agent was added.
         """
         with self._lock:
-            return self._regions(self._known(name)).all
+            known = self._known(name)
+            internal = self._internal if known is None else known.internal
+            return [region for region in self._regions(known).all if region not in internal]
 
     def connect(self, name: str) -> Path:
         """Connects to another agent, unless this agent is connected to it. Calling `connect` is optional, because the

@@ -7,6 +7,7 @@ copy, the copy is whole. A sequence lock works in the same way.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from types import TracebackType
@@ -17,18 +18,18 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from proxyccl.channels.transfers.blocks import Rows
-from proxyccl.channels.transfers.errors import MetadataError, NotGrantedError, StaleReadError, TransferError
+from proxyccl.channels.transfers.errors import ActiveError, MetadataError, NotGrantedError, StaleReadError
 from proxyccl.channels.transfers.ledger import Ledger
 from proxyccl.channels.transfers.metadata import LONGEST_NAME
 from proxyccl.channels.transfers.transfer import Check, State, Transfer
-from proxyccl.device.errors import ArgumentError
+from proxyccl.device.errors import ArgumentError, ProxyCCLError
+from proxyccl.device.process import forks
 from proxyccl.proxy._transfers import ffi, lib
 from proxyccl.proxy.codec import Codec, Message, Uint64
 from proxyccl.proxy.hosts import boot_id
 
 _LIMIT = 64 << 20
 _COLUMNS = 3
-_WORDS: int = lib.PROXYCCL_LEDGER_WORDS
 
 
 class GrantMessage(Message, frozen=True):
@@ -65,22 +66,25 @@ GRANT = Codec(GrantMessage, _LIMIT, "grant", MetadataError)
 
 
 class Grant:
-    """Blocks of this agent's memory that others may read until `revoke`. `Agent.grant` makes a grant.
+    """Blocks of this agent's memory that others may read until `revoke`. `Agent.grant` makes a grant. Closing the agent
+    revokes all its grants, but dropping the `Grant` does not.
 
-    Any thread may call the methods. As a context manager, revokes the grant at the end of the block.
+    Any thread may call the methods. As a context manager, revokes the grant at the end of the block. A forked child can
+    neither revoke its parent's grant nor end it by leaving such a block.
 
     Attributes:
         encoded: the bytes that readers pass as `grant` to `Agent.read` and `Agent.prepare`.
     """
 
-    def __init__(self, ledger: Ledger, lock: threading.RLock, message: GrantMessage) -> None:
+    def __init__(self, ledger: Ledger, message: GrantMessage) -> None:
         self.encoded = GRANT.encode(message)
-        self._ledger, self._lock, self._deadline = ledger, lock, message.deadline
-        self._addresses, _, self._numbers = message.blocks.T
-        self._left = np.ones(len(self._numbers), bool)  # the blocks that are not revoked
+        self._ledger, self._deadline = ledger, message.deadline
+        self._addresses, _, numbers = message.blocks.T
+        self._numbers = np.ascontiguousarray(numbers)
+        self._process = forks.here()
 
     def __repr__(self) -> str:
-        return f"Grant({int(self._left.sum())} of {len(self._left)} blocks)"
+        return f"Grant({int(self._ledger.holds_each(self._numbers).sum())} of {len(self._numbers)} blocks)"
 
     def __enter__(self) -> Self:
         return self
@@ -88,14 +92,15 @@ class Grant:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.revoke()
+        if self._process.is_here:
+            self.revoke()
 
     @property
     def active(self) -> bool:
         """Whether others may read some of the blocks. If the lease has ended, revokes the grant."""
-        if self._deadline and time.monotonic_ns() >= self._deadline:
+        if self._deadline and time.monotonic_ns() >= self._deadline and self._process.is_here:
             self.revoke()
-        return bool(self._left.any())
+        return bool(self._ledger.holds_each(self._numbers).any())
 
     def revoke(self, addresses: Any = None) -> None:
         """Revokes blocks. When this returns, the program may overwrite these blocks, or deregister and free them. Each
@@ -107,16 +112,18 @@ class Grant:
 
         Raises:
             ArgumentError: an address is not that of a block of this grant.
+            ClosedError: this process is a forked child.
         """
-        with self._lock:
-            chosen = self._left
-            if addresses is not None:
-                wanted = np.asarray(addresses).ravel()
-                if unknown := set(wanted.tolist()) - set(self._addresses.tolist()):
-                    raise ArgumentError("addresses", f"{min(unknown):#x} is not the address of a granted block")
-                chosen = self._left & np.isin(self._addresses, wanted)
-            self._ledger.revoke(np.ascontiguousarray(self._numbers[chosen]))
-            self._left = self._left & ~chosen
+        self._process.require("the grant")
+        numbers = self._numbers
+        if addresses is not None:
+            wanted = np.asarray(addresses).ravel()
+            at = np.minimum(np.searchsorted(self._addresses, wanted), len(self._addresses) - 1)
+            unknown = wanted[self._addresses[at] != wanted]
+            if len(unknown):
+                raise ArgumentError("addresses", f"{int(unknown[0]):#x} is not the address of a granted block")
+            numbers = numbers[at]
+        self._ledger.revoke(numbers)
 
 
 def as_granted(blocks: Any) -> Rows:
@@ -163,8 +170,7 @@ def numbers_of(message: GrantMessage, rows: Rows) -> NDArray[np.uint64]:
 
 
 class Fence(Check):
-    """Checks after a read that none of its blocks was revoked before the end of the copy. Any thread may call the
-    methods.
+    """Checks after a read that none of its blocks was revoked before the end of the copy.
 
     Args:
         message: the grant.
@@ -189,51 +195,69 @@ class Fence(Check):
         self._deadline = message.deadline if message.host == boot_id() else 0
         self._mapped = ffi.NULL if ledger is None else ledger.pointer
         self._pointer, self._count = ffi.cast("uint64_t *", numbers.ctypes.data), len(numbers)
-        self._lock = threading.Lock()  # held while `look` is started
-        self._looks = False
-        self._outcome: State | None = None
-        self._error: StaleReadError | None = None
+        self._lock = threading.Lock()  # held while `look` is started, polled or canceled
+        self._looked = self._seen = 0  # the last runs for which `look` was started, and an outcome was found
+        self._outcome = State.NEW
+        self._found: tuple[NDArray[np.bool_], str] | None = None  # the stale blocks, and when they were revoked
 
     def begin(self) -> None:
-        """Prepares the check of the next start. If the ledger is mapped, raises StaleReadError before anything moves if
-        a block was revoked already.
-        """
-        self._outcome = self._error = None
-        self._looks = False
+        if self._looked > self._seen:
+            raise ActiveError(f"the read of agent {self._owner} is active: its grant is being checked", self._owner)
         if self._ledger is not None and not self._holds():
-            raise self._error_of(self._stale(), "before the read began")
+            self._found = self._stale(), "before the read began"
+            self.raise_error()
 
-    def poll(self) -> State:
-        """Returns DONE or STALE, or ACTIVE while `look` is active."""
-        if self._outcome is None and (self._look is None or self._has_looked(self._look)):
-            if self._error is None and not self._holds():
-                self._error = self._error_of(self._stale(), "during the read")
-            self._outcome = State.DONE if self._error is None else State.STALE
-        return self._outcome or State.ACTIVE
+    def poll(self, run: int) -> State:
+        if self._seen == run:
+            return self._outcome
+        if self._look is not None:
+            return self._poll_look(self._look, run)
+        return self._settle(run, None if self._holds() else (self._stale(), "during the read"))
 
     def wait(self, seconds: float) -> None:
-        if self.poll() is State.ACTIVE and self._look is not None:
-            self._look.wait(max(seconds, 1e-6))
+        if self._look is not None:
+            with contextlib.suppress(ProxyCCLError):  # `poll` finds the reason
+                self._look.wait(max(seconds, 1e-6))
 
     def raise_error(self) -> None:
-        assert self._error is not None
-        raise self._error
+        assert self._found is not None
+        stale, when = self._found
+        indices = np.flatnonzero(stale).tolist()
+        generations = {index: int(self._numbers[index]) for index in indices}
+        whole = [] if when.startswith("before") else np.flatnonzero(~stale).tolist()
+        text = (
+            f"agent {self._owner} revoked {len(indices)} of {self._count} blocks {when}; the first is block "
+            f"{indices[0]} at {int(self._rows[indices[0], 1]):#x}, generation {generations[indices[0]]}"
+        )
+        raise StaleReadError(text, self._owner, generations, whole)
 
-    def close(self) -> None:
-        if self._look is not None:
-            self._look.close()
-
-    def _has_looked(self, look: Transfer) -> bool:
+    def cancel(self, timeout: float | None) -> None:
         with self._lock:
-            if not self._looks:
-                look.start()
-                self._looks = True
+            if self._look is not None and self._looked > self._seen:
+                self._look.cancel(timeout)
+                self._outcome, self._seen = State.CANCELED, self._looked
+
+    def _settle(self, run: int, found: tuple[NDArray[np.bool_], str] | None) -> State:
+        if found is not None:
+            self._found = found
+        self._outcome = State.DONE if found is None else State.STALE
+        self._seen = run
+        return self._outcome
+
+    def _poll_look(self, look: Transfer, run: int) -> State:
+        with self._lock:
+            if self._seen == run:
+                return self._outcome
             try:
-                return look.done()
-            except TransferError as error:
-                all_stale = np.ones(self._count, bool)
-                self._error = self._error_of(all_stale, f"or can't be asked: {error}")
-                return True
+                if self._looked != run:
+                    look.start()
+                    self._looked = run
+                if not look.done():
+                    return State.ACTIVE
+            except ProxyCCLError as error:
+                self._looked = run
+                return self._settle(run, (np.ones(self._count, bool), f"or can't be asked: {error}"))
+            return self._settle(run, None if self._holds() else (self._stale(), "during the read"))
 
     def _holds(self) -> bool:
         if self._ledger is None or self._deadline:
@@ -245,15 +269,4 @@ class Fence(Check):
             return np.ones(self._count, bool)
         if self._ledger is None:
             return np.asarray(self._words != self._numbers)
-        lib.proxyccl_ledger_revoked(self._mapped, self._pointer, self._count)  # its fence orders the reads below
-        return np.asarray(self._ledger.words[self._numbers % np.uint64(_WORDS)] != self._numbers)
-
-    def _error_of(self, stale: NDArray[np.bool_], when: str) -> StaleReadError:
-        indices = np.flatnonzero(stale).tolist()
-        generations = {index: int(self._numbers[index]) for index in indices}
-        whole = [] if when.startswith("before") else np.flatnonzero(~stale).tolist()
-        text = (
-            f"agent {self._owner} revoked {len(indices)} of {self._count} blocks {when}; the first is block "
-            f"{indices[0]} at {int(self._rows[indices[0], 1]):#x}, generation {generations[indices[0]]}"
-        )
-        return StaleReadError(text, self._owner, generations, whole)
+        return ~self._ledger.holds_each(self._numbers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ class Ledger:
     number nor its complement. Word 0 counts the registrations that have ended, so while word 0 does not change, valid
     registrations stay valid.
 
-    Only one thread at a time may call `begin`, `end`, `grant` or `revoke`.
+    Any thread may call the methods.
 
     Attributes:
         words: the ledger's words, as a uint64 array.
@@ -48,7 +49,9 @@ class Ledger:
         self.pointer: Uint64Pointer = ffi.cast("uint64_t *", memory.ptr)
         self.words: Rows = np.ctypeslib.as_array((ctypes.c_uint64 * _WORDS).from_address(memory.ptr))
         self._next = itertools.count(1)
+        self._lock = threading.Lock()
         self._unused: list[int] = []
+        self._granted: dict[int, int] = {}  # the numbers of the granted blocks that are not revoked, by slot
         self._births = itertools.count(1)
         self._watched: dict[int, weakref.finalize[..., Any]] = {}
         forks.finalizer(self, _unwatch, self._watched)  # the finalizers in `_watched` may outlive the agent
@@ -85,10 +88,9 @@ class Ledger:
         """Begins a registration, and returns its number. When the object `pages`, if given, is garbage-collected, the
         ledger records that the memory was freed. Raises ResourceError if there are too many registrations.
         """
-        slot = self._unused.pop() if self._unused else next(self._next)
-        if slot >= _WORDS:
-            raise ResourceError(f"an agent has at most {_WORDS - 1} registered regions")
-        number = next(self._births) * _WORDS + slot
+        with self._lock:
+            (slot,) = self._take(1)
+            number = next(self._births) * _WORDS + slot
         lib.proxyccl_ledger_begin(self.pointer, number)
         if pages is not None:
             end = lib.proxyccl_ledger_end
@@ -101,27 +103,52 @@ class Ledger:
         if watched is not None:
             watched.detach()
         lib.proxyccl_ledger_end(self.pointer, number, False)
-        self._unused.append(number % _WORDS)
+        with self._lock:
+            self._unused.append(number % _WORDS)
 
     def grant(self, count: int) -> NDArray[np.uint64]:
         """Returns the numbers of `count` granted blocks. Raises ResourceError if there are too many registrations and
         granted blocks.
         """
+        with self._lock:
+            slots = sorted(self._take(count))
+            births = np.fromiter(itertools.islice(self._births, count), np.uint64, count)
+            numbers = births * np.uint64(_WORDS) + np.array(slots, np.uint64)
+            self._granted.update(zip(slots, numbers.tolist(), strict=True))
+            self.words[slots] = numbers
+        return numbers
+
+    def revoke(self, numbers: NDArray[np.uint64]) -> None:
+        """Revokes granted blocks, whose memory may be overwritten afterwards. Does nothing for blocks that are revoked
+        already.
+        """
+        slots = (numbers % np.uint64(_WORDS)).tolist()
+        with self._lock:
+            left = [
+                slot for slot, number in zip(slots, numbers.tolist(), strict=True) if self._granted.get(slot) == number
+            ]
+            revoked = np.array([self._granted.pop(slot) for slot in dict.fromkeys(left)], np.uint64)
+            lib.proxyccl_ledger_revoke(self.pointer, ffi.cast("uint64_t *", revoked.ctypes.data), len(revoked))
+            self._unused += dict.fromkeys(left)
+
+    def revoke_all(self) -> None:
+        """Revokes all granted blocks."""
+        self.revoke(np.array(list(self._granted.values()), np.uint64))
+
+    def holds_each(self, numbers: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Returns for each number whether its word is unchanged. The reads of the words follow all earlier reads."""
+        lib.proxyccl_ledger_revoked(self.pointer, ffi.cast("uint64_t *", numbers.ctypes.data), len(numbers))
+        return np.asarray(self.words[numbers % np.uint64(_WORDS)] == numbers)
+
+    def _take(self, count: int) -> list[int]:
+        """Takes unused slots, with the lock held. Raises ResourceError if there are not enough."""
         taken = min(count, len(self._unused))
         slots = [self._unused.pop() for _ in range(taken)]
         slots += itertools.islice(self._next, count - taken)
         if slots and max(slots) >= _WORDS:
             self._unused += [slot for slot in slots if slot < _WORDS]
             raise ResourceError(f"an agent has at most {_WORDS - 1} registered regions and granted blocks")
-        births = np.fromiter(itertools.islice(self._births, count), np.uint64, count)
-        numbers = births * np.uint64(_WORDS) + np.array(sorted(slots), np.uint64)
-        self.words[np.array(sorted(slots), np.int64)] = numbers
-        return numbers
-
-    def revoke(self, numbers: NDArray[np.uint64]) -> None:
-        """Revokes granted blocks, whose memory may be overwritten afterwards."""
-        lib.proxyccl_ledger_revoke(self.pointer, ffi.cast("uint64_t *", numbers.ctypes.data), len(numbers))
-        self._unused += (numbers % np.uint64(_WORDS)).tolist()
+        return slots
 
     def close(self) -> None:
         """Closes the ledger's descriptor. The memory stays mapped while transfers still read it."""

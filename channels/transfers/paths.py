@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -20,7 +20,7 @@ from proxyccl.channels.transfers.errors import DisconnectedError
 from proxyccl.channels.transfers.metadata import Place
 from proxyccl.channels.transfers.regions import VRAM
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
-from proxyccl.device.memory.descriptors import naming_exhaustion
+from proxyccl.device.memory.descriptors import EXHAUSTED, naming_exhaustion
 from proxyccl.device.process import forks
 from proxyccl.proxy._transfers import ffi, lib
 from proxyccl.proxy.connecting import NoAddressError, connect_to_any
@@ -193,11 +193,11 @@ def _listen(token: bytes, addresses: Sequence[str] | None) -> tuple[list[socket.
             every = undo.enter_context(socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=dual))
             listeners.append(every)
             found = [(address, every.getsockname()[1]) for address in host_addresses()]
-        for family, place in _resolve(addresses or []):
-            one = undo.enter_context(socket.create_server(place, family=family, backlog=1024))
-            listeners.append(one)
-            address, port = one.getsockname()[:2]
-            found += [(each, port) for each in _reachable(address)]
+        for address in addresses or []:
+            for one in _listeners_at(address):
+                listeners.append(undo.enter_context(one))
+                bound, port = one.getsockname()[:2]
+                found += [(each, port) for each in _reachable(bound)]
         for listener in listeners:
             listener.setblocking(False)
         for listener in listeners[1:]:
@@ -206,13 +206,25 @@ def _listen(token: bytes, addresses: Sequence[str] | None) -> tuple[list[socket.
     return listeners, found
 
 
-def _resolve(addresses: Sequence[str]) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    """Returns the family and the place of each address, or of all addresses of a host name, without duplicates."""
-    found = []
-    for address in addresses:
-        for family, _, _, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
-            found.append((family, place))
-    return list(dict.fromkeys(found))
+def _listeners_at(address: str) -> list[socket.socket]:
+    """Returns listening sockets at an address, or at those addresses of a host name at which this host can listen.
+    Raises OSError if there is none.
+    """
+    made: list[socket.socket] = []
+    failure: OSError | None = None
+    places = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, _, _, _, place in dict.fromkeys(places):
+        try:
+            made.append(socket.create_server(place, family=family, backlog=1024))
+        except OSError as error:  # the kernel may lack IPv6
+            failure = error
+            if error.errno in EXHAUSTED:
+                break
+    if failure is not None and (not made or failure.errno in EXHAUSTED):
+        for one in made:
+            one.close()
+        raise failure
+    return made
 
 
 def _reachable(address: str) -> list[str]:

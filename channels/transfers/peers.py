@@ -27,6 +27,7 @@ class Peer:
     def __init__(self, token: bytes, place: Place) -> None:
         self.token, self.place = token, place
         self.regions = Regions()
+        self.internal: set[Region] = set()  # the peer's regions that its program has not registered
         self.ledger: Ledger | None = None
         self._ended = -1  # `Ledger.count` at the last check
         self.link: Link | None = None

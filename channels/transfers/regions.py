@@ -97,18 +97,13 @@ class Regions:
         """Returns the number of a region's registration; 0 if the region is absent."""
         return self._numbers.get(region, 0)
 
-    def add(self, regions: Sequence[Region], numbers: Sequence[int]) -> list[Region]:
-        """Adds regions, with the numbers of their registrations, and returns the regions that were absent. A region
-        that was added *n* times must be removed *n* times."""
-        absent = []
+    def add(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
+        """Adds regions, with the numbers of their registrations. A region that was added *n* times must be removed *n*
+        times."""
         for region, number in zip(regions, numbers, strict=True):
-            count = self._counts.get(region, 0)
-            if not count:
-                absent.append(region)
-            self._counts[region] = count + 1
+            self._counts[region] = self._counts.get(region, 0) + 1
             self._numbers[region] = number
             self._changed[region] = None
-        return absent
 
     def know(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
         """Adds regions of another agent. If a region is known, keeps the later registration's number, because metadata

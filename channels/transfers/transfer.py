@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import time
 from enum import Enum
@@ -53,15 +54,27 @@ class State(Enum):
 
 
 class Check(Protocol):
-    """A check that follows the copies of a transfer. `poll` begins the check and returns ACTIVE, DONE or STALE."""
+    """A check that follows the copies of a transfer. Any thread may call the methods."""
 
-    def begin(self) -> None: ...
-    def poll(self) -> State: ...
-    def wait(self, seconds: float) -> None: ...
-    def raise_error(self) -> None: ...
-    def close(self) -> None: ...
+    def begin(self) -> None:
+        """Allows the next start, or raises StaleReadError before anything moves. Raises ActiveError during a check."""
+
+    def poll(self, run: int) -> State:
+        """Begins the check of a run, whose copies have ended, if it has not begun. Later runs have greater numbers.
+        Returns ACTIVE, DONE, STALE or CANCELED.
+        """
+
+    def wait(self, seconds: float) -> None:
+        """Waits until the check has ended. Raises nothing."""
+
+    def raise_error(self) -> None:
+        """Raises the error of the state STALE."""
+
+    def cancel(self, timeout: float | None) -> None:
+        """Cancels the check if it is active. Has the argument and the error of `Transfer.cancel`."""
 
 
+_runs = itertools.count(1)
 _OUTSTANDING: list[object] = []
 """Memory of dropped transfers that an adapter of an unresponsive peer may still use."""
 
@@ -149,13 +162,14 @@ class Transfer:
         self._closed = False
         self._process = forks.here()
         self._check: Check | None = None
+        self._run = 0  # the number of the last start of a transfer with a check; -1 during the start
         self._kept: list[object] = [None, lists, copier, kept]
         # The finalizer keeps the lists that the engine reads alive as long as any thread may use the handle.
         forks.finalizer(self, _release, handle, self._kept)
 
     def __repr__(self) -> str:
         direction = "to" if self.writes else "from"
-        state = "closed" if self._closed else self.state.name.lower()
+        state = "closed" if self._closed else _STATES[lib.proxyccl_transfer_state(self._open())].name.lower()
         return f"Transfer({self.nbytes} bytes {direction} {self.peer} by {self.path.name}, {state})"
 
     def start(self, message: bytes | None = None, *, stream: StreamLike = None) -> Self:
@@ -173,9 +187,19 @@ class Transfer:
             ClosedError: the transfer was closed, or this process is a forked child.
             StaleReadError: a granted block was revoked already. Only peers on this host are checked before the start.
         """
+        if self._check is None:
+            self._post(message, stream)
+        else:
+            self._run = -1
+            try:
+                self._check.begin()
+                self._post(message, stream)
+            finally:
+                self._run = next(_runs)
+        return self
+
+    def _post(self, message: bytes | None, stream: StreamLike) -> None:
         handle = self._open()
-        if self._check is not None:
-            self._check.begin()
         data, nbytes = ffi.NULL if message is None else message, len(message) if message else 0
         if stream is None:
             status = lib.proxyccl_transfer_post(handle, data, nbytes, ffi.NULL)
@@ -190,15 +214,15 @@ class Transfer:
             status = turn.start(handle, data, nbytes, queue)
         if status:
             raise_status(status, self.peer)
-        return self
 
     @property
     def state(self) -> State:
         """The transfer's state. Reading the state does not raise an error even if the transfer has failed."""
-        return self._checked(lib.proxyccl_transfer_state(self._open()))
-
-    def _checked(self, state: int) -> State:
-        return _STATES[state] if self._check is None or state != _DONE else self._check.poll()
+        run = self._run  # before the state, which another thread's start may change
+        state = lib.proxyccl_transfer_state(self._open())
+        if self._check is None or state != _DONE:
+            return _STATES[state]
+        return State.ACTIVE if run < 0 else self._check.poll(run)
 
     def done(self) -> bool:
         """Returns whether all data has arrived. On the path "process_vm" this call may itself copy a piece.
@@ -212,7 +236,7 @@ class Transfer:
         state = lib.proxyccl_transfer_help(self._open())
         if state == _DONE and self._check is None:
             return True
-        return self._outcome(self._checked(state))
+        return self._outcome(_STATES[state] if self._check is None else self.state)
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until all data has arrived.
@@ -232,9 +256,9 @@ class Transfer:
         bounded = timeout_from(timeout)
         handle, deadline = self._open(), time.monotonic() + bounded
         state = wait_in_slices(lambda ns: lib.proxyccl_transfer_wait(handle, ns), State.ACTIVE.value, bounded)
-        if self._check is not None and state == _DONE:
+        if self._check is not None and self.state is State.ACTIVE:
             self._check.wait(deadline - time.monotonic())
-        if not self._outcome(self._checked(state)):
+        if not self._outcome(_STATES[state] if self._check is None else self.state):
             raise TransferTimeoutError(
                 f"the transfer with agent {self.peer} is still active after {bounded:g} s", self.peer
             )
@@ -258,13 +282,13 @@ class Transfer:
                 f"{bounded:g} s; they can't be taken back, and may still write",
                 self.peer,
             )
+        if self._check is not None:
+            self._check.cancel(timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Cancels the transfer if it is active, and makes it unusable. Has the arguments and errors of `cancel`."""
         if not self._closed:
             self.cancel(timeout)
-            if self._check is not None:
-                self._check.close()
             self._closed = True
 
     @property

@@ -109,6 +109,7 @@ class _DescList:
     def clear(self) -> None:
         self.rows = self.rows[:0]
         self._notes = []
+        self.grant = b""
 
     def print(self) -> None:
         print(self)

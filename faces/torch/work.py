@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -32,7 +32,7 @@ _futures = threading.Lock()
 """Held while a future is made for a call on a GPU. Programs rarely ask for futures, so all calls share one lock."""
 forks.hold_while_forking(_futures)
 _MOST_UNWAITED = 64
-_extract_by_pickling: Callable[[Any], list[torch.Tensor]] = torch._jit_internal._extract_tensors
+_extract_by_pickling: Any = getattr(torch._jit_internal, "_extract_tensors", None)
 
 
 def _extract_tensors(value: Any) -> list[torch.Tensor]:
@@ -42,7 +42,8 @@ def _extract_tensors(value: Any) -> list[torch.Tensor]:
     """
     if type(value) is list and all(isinstance(each, torch.Tensor) for each in value):
         return value
-    return _extract_by_pickling(value)
+    found: list[torch.Tensor] = _extract_by_pickling(value)
+    return found
 
 
 torch._jit_internal._extract_tensors = _extract_tensors

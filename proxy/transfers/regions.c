@@ -43,6 +43,7 @@ static void merge(Regions *regions) {
   while (o < old_count || n < new_count) {
     const int takes_old = n == new_count || (o < old_count && compare(&old[o], &new[n]) <= 0);
     const Bounds *next = takes_old ? &old[o++] : &new[n++];
+    while (r < removed_count && compare(&removed[r], next) < 0) ++r; /* a region that was not added */
     if (r < removed_count && compare(next, &removed[r]) == 0) {
       ++r;
     } else {
@@ -93,8 +94,9 @@ int proxyccl_agent_change_memory(ProxycclAgent *agent, const ProxycclStaging *st
   if (error == 0) ++agent->memory;
   const uint64_t last = agent->turns;
   const struct timespec deadline = agent_deadline(LONGEST_COPY_NS);
-  while (error == 0 && staging != NULL && agent->stages.first != NULL && ((Stage *)agent->stages.first)->turn <= last &&
-         !agent->stopped && pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) == 0) {}
+  while (error == 0 && !adds && count > 0 && staging != NULL && agent->stages.first != NULL &&
+         ((Stage *)agent->stages.first)->turn <= last && !agent->stopped &&
+         pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) == 0) {}
   pthread_mutex_unlock(&agent->lock);
   return error;
 }

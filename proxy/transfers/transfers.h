@@ -132,9 +132,9 @@ uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
 /* Adds regions that peers may reach through sockets or, if `adds` is 0, removes regions that were added. A region that
  * was added n times must be removed n times. `rows`: the first address and the number of bytes of each of the `count`
  * regions. `staging`: the stages of the device that owns the memory; NULL for host memory. `staging` also identifies
- * the device in later calls, and the stages must outlive the agent's thread. Waits at most 30 s for the device's copies
- * from and to its memory; afterwards no socket accesses removed memory that no other region contains. Returns 0 or
- * ENOMEM; ENOMEM changes nothing. */
+ * the device in later calls, and the stages must outlive the agent's thread. A removal waits at most 30 s for the
+ * device's copies from and to its memory; afterwards no socket accesses removed memory that no other region contains.
+ * Returns 0 or ENOMEM; ENOMEM changes nothing. */
 int proxyccl_agent_change_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *rows,
                                  uint64_t count, int adds);
 /* Returns the number of unread bytes in the inbox. A message in the inbox consists of the lengths of the sender's name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,25 +15,28 @@ import pytest
 
 from proxyccl.channels.transfers import agent as agent_module
 from proxyccl.channels.transfers.errors import MetadataError
-from proxyccl.device.errors import ArgumentError
+from proxyccl.device.errors import ArgumentError, ClosedError
 from proxyccl.nixl._api import nixl_agent
 from proxyccl.nixl.errors import nixlBackendError, nixlInvalidParamError
 from proxyccl.transfer import (
     Agent,
+    DisconnectedError,
     Grant,
     NotGrantedError,
     NotRegisteredError,
     StaleReadError,
     State,
+    Transfer,
     shared_empty,
 )
-from support.agents import force_path
+from support.agents import child, force_path
 
 BLOCKS, NBYTES = 8, 1 << 12
 
 pytestmark = [
     pytest.mark.host_only("agents move the host's memory, whatever the runtime"),
     pytest.mark.filterwarnings("ignore:agent reader moves data:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
 
 
@@ -187,7 +191,7 @@ def test_wrong_arguments(sides: Sides) -> None:
         sides.owner.grant([(sides.address(0), NBYTES), (sides.address(1) - 1, 2)])
     with pytest.raises(NotRegisteredError):
         sides.owner.grant([(sides.address(BLOCKS), 1)])
-    with pytest.raises(ArgumentError, match="timeout"):
+    with pytest.raises(ArgumentError, match="lease"):
         sides.grant(lease=-1.0)
     with sides.grant() as grant:
         with pytest.raises(ArgumentError, match="granted block"):
@@ -197,6 +201,85 @@ def test_wrong_arguments(sides: Sides) -> None:
     for garbage in (b"", b"{}", grant.encoded[:-9]):
         with pytest.raises(MetadataError):
             sides.reader.read("owner", sides.rows(0), grant=garbage)
+
+
+def test_a_thread_that_looks_at_the_state_does_not_hide_a_stale_read(sides: Sides) -> None:
+    """The thread may see the end of the former read while the next read starts."""
+    ended = threading.Event()
+
+    def look(read: Transfer) -> None:
+        while not ended.is_set():
+            assert read.state is not State.NEW
+
+    for value in range(1, 30):
+        sides.memory[:] = value
+        grant = sides.grant()
+        read = sides.reader.prepare("read", "owner", sides.rows(*range(BLOCKS)), grant=grant.encoded)
+        read.start().wait()
+        ended.clear()
+        with ThreadPoolExecutor(1) as threads:
+            looking = threads.submit(look, read)
+            try:
+                for _ in range(3):
+                    read.start().wait()
+                    assert (sides.target == value).all()
+                grant.revoke()
+                sides.memory[:] = 255
+                with pytest.raises(StaleReadError):
+                    read.start().wait()
+            finally:
+                ended.set()
+            looking.result(10)
+
+
+def test_closing_the_owner_revokes_its_grants(sides: Sides) -> None:
+    grant = sides.grant()
+    read = sides.reader.prepare("read", "owner", sides.rows(0), grant=grant.encoded)
+    sides.owner.close()
+    assert not grant.active
+    with pytest.raises((StaleReadError, DisconnectedError)):
+        read.start().wait()
+
+
+def test_a_forked_child_does_not_revoke_its_parent_s_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = Sides("process_vm", monkeypatch=monkeypatch)
+    grant = sides.grant()
+
+    def leave_and_revoke(connection: socket.socket) -> None:
+        with grant:
+            pass
+        try:
+            grant.revoke()
+        except ClosedError as error:
+            connection.send(str(error).encode())
+
+    with child(leave_and_revoke) as process:
+        assert b"the grant belongs to process" in process.receive()
+    sides.reader.read("owner", sides.rows(0), grant=grant.encoded).wait()
+    sides.close()
+
+
+def test_each_stale_read_is_an_error_of_its_own(sides: Sides) -> None:
+    grant = sides.grant()
+    read = sides.reader.prepare("read", "owner", sides.rows(0), grant=grant.encoded).start()
+    while not read.times.ended:
+        time.sleep(1e-4)
+    grant.revoke()
+    errors = []
+    for _ in range(2):
+        with pytest.raises(StaleReadError) as raised:
+            read.done()
+        errors.append(raised.value)
+    assert errors[0] is not errors[1]
+
+
+def test_grants_add_no_regions_of_the_program(sides: Sides) -> None:
+    with sides.grant() as grant:
+        for block in range(3):
+            sides.reader.read("owner", sides.rows(block), grant=grant.encoded).wait()
+    assert sides.owner.regions == [sides.there]
+    assert sides.reader.regions == [sides.here]
+    assert sides.reader.regions_of("owner") == [sides.there]
 
 
 @pytest.mark.parametrize("prepared", [True, False])

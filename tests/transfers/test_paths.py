@@ -207,3 +207,16 @@ def test_an_agent_publishes_addresses_that_a_peer_reaches(listen: list[str] | No
 def test_an_agent_can_listen_only_at_addresses_of_its_host(listen: Any) -> None:
     with pytest.raises(ArgumentError, match="listen"):
         Agent("a", listen=listen)
+
+
+def test_addresses_of_a_name_at_which_the_host_can_t_listen_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = socket.getaddrinfo
+
+    def with_another(host: str, *arguments: Any, **named: Any) -> list[Any]:
+        places = found("127.0.0.1", *arguments, **named)
+        foreign = [(*place[:4], ("203.0.113.1", 0)) for place in places]
+        return foreign + places if host == "two addresses" else found(host, *arguments, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", with_another)
+    with Agent("a", listen=["two addresses"]) as agent:
+        assert [address for address, _ in json.loads(agent.metadata())["place"]["addresses"]] == ["127.0.0.1"]
