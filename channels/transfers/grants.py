@@ -196,20 +196,21 @@ class Fence(Check):
         self._mapped = ffi.NULL if ledger is None else ledger.pointer
         self._pointer, self._count = ffi.cast("uint64_t *", numbers.ctypes.data), len(numbers)
         self._lock = threading.Lock()  # held while `look` is started, polled or canceled
-        self._looked = self._seen = 0  # the last runs for which `look` was started, and an outcome was found
-        self._outcome = State.NEW
+        self._looked = 0  # the last run for which `look` was started
+        self._settled = 0, State.NEW  # a run and its outcome, in one object, because threads read it without a lock
         self._found: tuple[NDArray[np.bool_], str] | None = None  # the stale blocks, and when they were revoked
 
     def begin(self) -> None:
-        if self._looked > self._seen:
+        if self._looked > self._settled[0]:
             raise ActiveError(f"the read of agent {self._owner} is active: its grant is being checked", self._owner)
         if self._ledger is not None and not self._holds():
             self._found = self._stale(), "before the read began"
             self.raise_error()
 
     def poll(self, run: int) -> State:
-        if self._seen == run:
-            return self._outcome
+        settled, outcome = self._settled
+        if run <= settled:
+            return outcome
         if self._look is not None:
             return self._poll_look(self._look, run)
         return self._settle(run, None if self._holds() else (self._stale(), "during the read"))
@@ -233,23 +234,28 @@ class Fence(Check):
 
     def cancel(self, timeout: float | None) -> None:
         with self._lock:
-            if self._look is not None and self._looked > self._seen:
+            if self._look is not None and self._looked > self._settled[0]:
                 self._look.cancel(timeout)
-                self._outcome, self._seen = State.CANCELED, self._looked
+                self._settled = self._looked, State.CANCELED
 
     def _settle(self, run: int, found: tuple[NDArray[np.bool_], str] | None) -> State:
         if found is not None:
             self._found = found
-        self._outcome = State.DONE if found is None else State.STALE
-        self._seen = run
-        return self._outcome
+        outcome = State.DONE if found is None else State.STALE
+        self._settled = run, outcome
+        return outcome
 
     def _poll_look(self, look: Transfer, run: int) -> State:
         with self._lock:
-            if self._seen == run:
-                return self._outcome
+            settled, outcome = self._settled
+            if run <= settled:
+                return outcome
+            if run < self._looked:
+                return State.ACTIVE  # of a later run
             try:
                 if self._looked != run:
+                    if self._looked > settled and not look.done():  # the look of an earlier run is still active
+                        return State.ACTIVE
                     look.start()
                     self._looked = run
                 if not look.done():

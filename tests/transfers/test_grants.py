@@ -268,7 +268,7 @@ def test_each_stale_read_is_an_error_of_its_own(sides: Sides) -> None:
     errors = []
     for _ in range(2):
         with pytest.raises(StaleReadError) as raised:
-            read.done()
+            read.wait()
         errors.append(raised.value)
     assert errors[0] is not errors[1]
 
