@@ -363,6 +363,8 @@ class Agent:
                 if (region.device if region.kind == VRAM else None) == device
                 for value in (region.address, region.nbytes)
             ]
+            if not rows:
+                continue
             staging = ffi.NULL if serving is None else self._serving[serving]
             words = ffi.new("uint64_t[]", rows)
             if lib.proxyccl_agent_change_memory(self._handle, staging, words, len(rows) // 2, adds):

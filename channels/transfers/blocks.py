@@ -43,27 +43,44 @@ def strided(
     return rows
 
 
-def as_rows(blocks: Any, argument: str = "blocks") -> Rows:
-    """Converts a caller's blocks to rows. The caller may pass anything that numpy converts to integers of shape (N, 3).
+def as_rows(blocks: Any, columns: int = 3) -> Rows:
+    """Converts a caller's blocks to rows. The caller may pass anything that numpy converts to integers of shape (N,
+    columns).
 
     Raises:
         ArgumentError: `blocks` can't be converted, or a number is negative.
     """
-    if isinstance(blocks, np.ndarray) and blocks.dtype == np.uint64 and blocks.ndim == 2 and blocks.shape[1] == 3:
+    if isinstance(blocks, np.ndarray) and blocks.dtype == np.uint64 and blocks.ndim == 2 and blocks.shape[1] == columns:
         return blocks
     try:
         rows = np.asarray(blocks)
     except ValueError as error:  # numpy raises this for rows of different lengths
-        raise ArgumentError(argument, f"expected rows of three integers: {error}") from None
+        raise ArgumentError("blocks", f"expected rows of {columns} integers: {error}") from None
     if rows.size == 0:
-        rows = rows.reshape(0, 3).astype(np.uint64)
-    if rows.ndim != 2 or rows.shape[1] != 3 or rows.dtype.kind not in "iu":
+        rows = rows.reshape(0, columns).astype(np.uint64)
+    if rows.ndim != 2 or rows.shape[1] != columns or rows.dtype.kind not in "iu":
         raise ArgumentError(
-            argument, f"expected an array of integers of shape (N, 3), not of shape {rows.shape} and type {rows.dtype}"
+            "blocks",
+            f"expected an array of integers of shape (N, {columns}), not of shape {rows.shape} and type {rows.dtype}",
         )
     if rows.dtype.kind == "i" and (rows < 0).any():
-        raise ArgumentError(argument, "has a negative number")
+        raise ArgumentError("blocks", "has a negative number")
     return rows.astype(np.uint64)
+
+
+def find_outside(starts: Rows, ends: Rows, addresses: Rows, nbytes: Rows) -> int | None:
+    """Returns the index of the first block that no range contains; None if ranges contain all blocks.
+
+    Args:
+        starts, ends: the ranges, in ascending order of both.
+        addresses, nbytes: the blocks.
+    """
+    if not len(starts):
+        return 0 if len(addresses) else None
+    at = np.searchsorted(starts, addresses, "right") - 1
+    last = addresses + nbytes
+    outside = (at < 0) | (ends[at] < last) | (last < addresses)
+    return int(outside.argmax()) if outside.any() else None
 
 
 def joined(rows: Rows) -> Rows:

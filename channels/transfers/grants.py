@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from proxyccl.channels.transfers.blocks import Rows
+from proxyccl.channels.transfers.blocks import Rows, as_rows, find_outside
 from proxyccl.channels.transfers.errors import ActiveError, MetadataError, NotGrantedError, StaleReadError
 from proxyccl.channels.transfers.ledger import Ledger
 from proxyccl.channels.transfers.metadata import LONGEST_NAME
@@ -132,12 +132,9 @@ def as_granted(blocks: Any) -> Rows:
     Raises:
         ArgumentError: `blocks` is not of shape (N, 2), is empty, or contains blocks that are empty or overlap.
     """
-    pairs = np.asarray(blocks)
-    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu" or not len(pairs):
-        raise ArgumentError("blocks", "must be integers of shape (N, 2), N at least 1: addresses and bytes of blocks")
-    if pairs.min() < 0 or not pairs[:, 1].all():
-        raise ArgumentError("blocks", "addresses must not be negative, and blocks not empty")
-    rows = pairs.astype(np.uint64)
+    rows = as_rows(blocks, columns=2)
+    if not len(rows) or not rows[:, 1].all():
+        raise ArgumentError("blocks", "must be at least one block, and none of them empty")
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     if (rows[1:, 0] < rows[:-1, 0] + rows[:-1, 1]).any():
         raise ArgumentError("blocks", "must not overlap")
@@ -151,22 +148,17 @@ def numbers_of(message: GrantMessage, rows: Rows) -> NDArray[np.uint64]:
     Raises:
         NotGrantedError: the remote bytes of a row do not lie within one granted block.
     """
-    blocks = message.blocks
-    at = np.searchsorted(blocks[:, 0], rows[:, 1], "right").astype(np.int64) - 1
-    inside = at >= 0
-    if len(blocks):
-        start, last = blocks[at, 0], blocks[at, 0] + blocks[at, 1]
-        end = rows[:, 1] + rows[:, 2]
-        inside &= (rows[:, 1] >= start) & (end <= last) & (end >= rows[:, 1])
-    if not inside.all():
-        index = int(np.flatnonzero(~inside)[0])
+    starts, sizes, numbers = message.blocks.T
+    index = find_outside(starts, starts + sizes, rows[:, 1], rows[:, 2])
+    if index is not None:
         address, nbytes = int(rows[index, 1]), int(rows[index, 2])
         raise NotGrantedError(
             f"block {index}: {nbytes} bytes at remote address {address:#x} lie in no granted block of agent "
             f"{message.agent}",
             message.agent,
         )
-    return np.ascontiguousarray(blocks[at, 2])
+    found: NDArray[np.uint64] = numbers[np.searchsorted(starts, rows[:, 1], "right") - 1]
+    return found
 
 
 class Fence(Check):

@@ -51,7 +51,7 @@ class Ledger:
         self._next = itertools.count(1)
         self._lock = threading.Lock()
         self._unused: list[int] = []
-        self._granted: dict[int, int] = {}  # the numbers of the granted blocks that are not revoked, by slot
+        self._granted = np.zeros(_WORDS, bool)  # whether a slot's word is the number of a granted block
         self._births = itertools.count(1)
         self._watched: dict[int, weakref.finalize[..., Any]] = {}
         forks.finalizer(self, _unwatch, self._watched)  # the finalizers in `_watched` may outlive the agent
@@ -114,26 +114,24 @@ class Ledger:
             slots = sorted(self._take(count))
             births = np.fromiter(itertools.islice(self._births, count), np.uint64, count)
             numbers = births * np.uint64(_WORDS) + np.array(slots, np.uint64)
-            self._granted.update(zip(slots, numbers.tolist(), strict=True))
-            self.words[slots] = numbers
+            self.words[slots], self._granted[slots] = numbers, True
         return numbers
 
     def revoke(self, numbers: NDArray[np.uint64]) -> None:
         """Revokes granted blocks, whose memory may be overwritten afterwards. Does nothing for blocks that are revoked
         already.
         """
-        slots = (numbers % np.uint64(_WORDS)).tolist()
+        slots = numbers % np.uint64(_WORDS)
         with self._lock:
-            left = [
-                slot for slot, number in zip(slots, numbers.tolist(), strict=True) if self._granted.get(slot) == number
-            ]
-            revoked = np.array([self._granted.pop(slot) for slot in dict.fromkeys(left)], np.uint64)
+            revoked = np.unique(numbers[self.words[slots] == numbers])
+            slots = revoked % np.uint64(_WORDS)
             lib.proxyccl_ledger_revoke(self.pointer, ffi.cast("uint64_t *", revoked.ctypes.data), len(revoked))
-            self._unused += dict.fromkeys(left)
+            self._granted[slots] = False
+            self._unused += slots.tolist()
 
     def revoke_all(self) -> None:
         """Revokes all granted blocks."""
-        self.revoke(np.array(list(self._granted.values()), np.uint64))
+        self.revoke(self.words[self._granted])
 
     def holds_each(self, numbers: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Returns for each number whether its word is unchanged. The reads of the words follow all earlier reads."""

@@ -208,22 +208,22 @@ def _listen(token: bytes, addresses: Sequence[str] | None) -> tuple[list[socket.
 
 def _listeners_at(address: str) -> list[socket.socket]:
     """Returns listening sockets at an address, or at those addresses of a host name at which this host can listen.
-    Raises OSError if there is none.
+    Raises OSError if there is none, or if no file descriptor is left.
     """
     made: list[socket.socket] = []
     failure: OSError | None = None
     places = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    for family, _, _, _, place in dict.fromkeys(places):
-        try:
-            made.append(socket.create_server(place, family=family, backlog=1024))
-        except OSError as error:  # the kernel may lack IPv6
-            failure = error
-            if error.errno in EXHAUSTED:
-                break
-    if failure is not None and (not made or failure.errno in EXHAUSTED):
-        for one in made:
-            one.close()
-        raise failure
+    with contextlib.ExitStack() as undo:
+        for family, _, _, _, place in dict.fromkeys(places):
+            try:
+                made.append(undo.enter_context(socket.create_server(place, family=family, backlog=1024)))
+            except OSError as error:
+                if error.errno in EXHAUSTED:
+                    raise
+                failure = error  # the kernel may lack IPv6
+        if failure is not None and not made:
+            raise failure
+        undo.pop_all()
     return made
 
 

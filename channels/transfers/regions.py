@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from proxyccl.channels.transfers.blocks import Rows
+from proxyccl.channels.transfers.blocks import Rows, find_outside
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Message, Uint64
 
@@ -258,12 +258,7 @@ class View:
 
     def find_outside(self, addresses: Rows, nbytes: Rows) -> int | None:
         """Returns the index of the first block that no region contains; None if regions contain all blocks."""
-        if not len(self.starts):
-            return 0 if len(addresses) else None
-        at = np.searchsorted(self.starts, addresses, "right") - 1
-        last = addresses + nbytes
-        outside = (at < 0) | (self.ends[at] < last) | (last < addresses)
-        return int(outside.argmax()) if outside.any() else None
+        return find_outside(self.starts, self.ends, addresses, nbytes)
 
     def holders(self, addresses: Rows) -> tuple[list[Region], Rows]:
         """Returns the regions that contain the given blocks. If several regions contain a block, the outermost one is

@@ -184,7 +184,7 @@ def test_within_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_arguments(sides: Sides) -> None:
-    for blocks in ([], [(1, 2, 3)], [(sides.address(0), 0)], [(-1, 4)], [("a", 1)]):
+    for blocks in ([], [(1, 2, 3)], [(1, 2), (3,)], [(sides.address(0), 0)], [(-1, 4)], [("a", 1)]):
         with pytest.raises(ArgumentError, match="blocks"):
             sides.owner.grant(blocks)
     with pytest.raises(ArgumentError, match="overlap"):
