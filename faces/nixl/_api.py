@@ -129,8 +129,13 @@ class nixl_agent:
         if nixl_conf and instantiate_all:
             logger.warning("instantiate_all is ignored: the configuration names the backends")
         conf = nixl_conf or nixl_agent_config()
+        modes = nixl_thread_sync_t
+        default = modes.NIXL_THREAD_SYNC_STRICT if conf.enable_listen else modes.NIXL_THREAD_SYNC_NONE
         config = nixlBind.nixlAgentConfig(
-            useListenThread=conf.enable_listen, listenPort=conf.port, captureTelemetry=conf.capture_telemetry
+            useListenThread=conf.enable_listen,
+            listenPort=conf.port,
+            captureTelemetry=conf.capture_telemetry,
+            syncMode=(conf.sync_mode or default).value,
         )
         self.agent = nixlBind.nixlAgent(agent_name, config)
         self.name = agent_name

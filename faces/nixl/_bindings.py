@@ -62,7 +62,7 @@ class nixlAgentConfig(Struct):
     useProgThread: bool = False
     useListenThread: bool = False
     listenPort: int = 0
-    syncMode: nixl_thread_sync_t = nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE
+    syncMode: nixl_thread_sync_t | int = nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE
     numWorkers: int = 1
     pthrDelay: int = 0
     lthrDelay: int = 100000

@@ -660,6 +660,25 @@ def test_a_listener_that_has_answered_keeps_no_agent() -> None:
     eventually(lambda: alive() is None)
 
 
+@pytest.mark.parametrize(
+    ("mode", "listens", "expected"),
+    [(None, False, 0), (None, True, 1), (nb.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW, True, 2)],
+)
+def test_the_mode_of_synchronization_reaches_the_bindings_as_a_number(
+    mode: Any, listens: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+    make = nb.nixlAgent
+
+    def make_and_note(name: str, config: Any) -> Any:
+        given.append(config.syncMode)
+        return make(name, config)
+
+    monkeypatch.setattr(nb, "nixlAgent", make_and_note)
+    nixl_agent("synchronized", nixl_agent_config(sync_mode=mode, enable_listen_thread=listens, listen_port=0))
+    assert given == [expected]
+
+
 def test_an_agent_needs_a_name() -> None:
     with pytest.raises(ValueError, match="name"):
         nixl_agent("")
