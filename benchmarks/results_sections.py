@@ -431,6 +431,25 @@ def launch_cost_section(result: Result) -> Section:
     return Section(f"Launch cost {place(result)}", summary, lines)
 
 
+def vllm_decoder_section(result: Result) -> Section:
+    """Returns the table of a decoder of vLLM's layers."""
+    titles, steps = list(result["step_s"]), result["step_s"]
+    batches = list(steps[titles[0]])
+    facts = next(iter(result["contenders"].values()))
+    rows = [[batch, *(number(1e3 * steps[title][batch], 3) for title in titles)] for batch in batches]
+    ours, theirs = steps[titles[0]], steps[titles[-1]]
+    ratios = ", ".join(number(ours[batch] / theirs[batch]) for batch in batches)
+    lines = [
+        *origin(result),
+        f"ms a step, the best median of {max(len(found['1']) for found in result['samples_s'].values())} jobs at most; "
+        f"vLLM {facts['vllm']}, {facts['device']}, in vLLM's graphs.",
+        "",
+        *table(["sequences", *titles], rows),
+    ]
+    summary = f"our time over {titles[-1]} for {', '.join(batches)} sequences: {ratios}"
+    return Section(f"Decoder by vLLM {place(result)}", summary, lines)
+
+
 def triton_kernels_section(result: Result) -> Section:
     """Returns the table of kernels in Triton."""
     rows = [
@@ -1174,6 +1193,7 @@ SECTIONS: dict[str, Callable[[Result], Section]] = {
     "triton_kernels": triton_kernels_section,
     "execution_plans": execution_plans_section,
     "norms": norms_section,
+    "vllm_decoder": vllm_decoder_section,
     "put_signal": put_signal_section,
     "ring": ring_section,
     "daemon": daemon_section,

@@ -36,6 +36,7 @@ os.environ["MPI4PY_RC_INITIALIZE"] = "false"
 
 from program import common_arguments, nvidia_driver, output_of
 
+from proxyccl.device.runtimes import find_runtime
 from proxyccl.tools import options
 from proxyccl.tools.results import Fields, machine, versions, write_json
 from proxyccl.tools.tables import Column, Table
@@ -121,6 +122,7 @@ def main() -> int:
         parser.error(f"--contenders: expected titles of {[each.title for each in CONTENDERS]}")
     model = SMALL if parsed.small else Model()
     facts = {"model": asdict(model), "world_size": parsed.ranks, "nvidia_driver": nvidia_driver()}
+    facts |= {"runtime": os.environ.get("PROXYCCL_RUNTIME") or find_runtime()}
     print(f"# ProxyCCL {versions().get('proxyccl', '')}: a step of a decoder by vLLM, {parsed.ranks} ranks")
     print(f"# {machine()['cpu']}, {machine()['cores']} cores, load {machine()['load']}", flush=True)
     table = Table((Column("batch", "", 6), *(Column(each.title, "(ms)", 24, ".3f") for each in chosen)))

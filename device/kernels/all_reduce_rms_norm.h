@@ -28,7 +28,7 @@ PROXYCCL_DEVICE void reduceRows(Lanes<Form>& lanes, const Rows<T>& rows, Send se
   bool is_first = true;
   lanes.forEachEpoch([&](uint64_t) {
     row.forEachOfEpoch([&](uint32_t p) { send(p, row.load(epoch, p)); });
-    if (is_first) RowBlocks<kBlocks>::awaitStart();
+    if (is_first && epoch == 0) RowBlocks<kBlocks>::awaitStart();
     row.forEachOfEpoch([&](uint32_t p) {
       if (is_first && rows.weight != nullptr) row.keepWeights(epoch, p);
       const auto residual = row.residual(epoch, p);
