@@ -70,6 +70,16 @@ FAMILIES: dict[str, tuple[Program, ...]] = {
         )
         for how, sharded in (("DDP", False), ("FSDP2", True))
     ),
+    "deepspeed": tuple(
+        _of(
+            f"DeepSpeed ZeRO-{stage}, Llama",
+            f"{_FRAMEWORKS}:deepspeed_llama",
+            "deepspeed",
+            "transformers",
+            stage=stage,
+        )
+        for stage in (2, 3)
+    ),
     "lightning": (_of("Lightning DDP, SyncBatchNorm", f"{_FRAMEWORKS}:lightning_ddp", "pytorch_lightning"),),
     "transformers": tuple(
         _of(

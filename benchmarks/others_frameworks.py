@@ -1,5 +1,5 @@
-"""Programs with Accelerate, Lightning and transformers, for others_rank.py. The programs don't mention ProxyCCL. Models
-have random weights. Each program takes a `World`.
+"""Programs with Accelerate, DeepSpeed, Lightning and transformers, for others_rank.py. The programs don't mention
+ProxyCCL. Models have random weights. Each program takes a `World`.
 """
 
 from __future__ import annotations
@@ -66,6 +66,30 @@ def accelerate_llama(world: World, *, sharded: bool) -> None:
         optimizer.step()
         optimizer.zero_grad()
         world.keep(loss)
+
+
+def deepspeed_llama(world: World, *, stage: int) -> None:
+    """Trains a Llama by DeepSpeed's ZeRO, which shards gradients at stage 2, and parameters too at stage 3."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if world.on_gpus else "cpu")
+    import deepspeed
+
+    model = llama(world)
+    tokens = tokens_for(world, model, seed=world.rank)
+    config = {
+        "train_micro_batch_size_per_gpu": len(tokens),
+        "zero_optimization": {"stage": stage, "overlap_comm": True},
+        "bf16": {"enabled": world.on_gpus},
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,  # an optimizer of DeepSpeed would be compiled first
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    for _ in world.steps():
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        world.keep(loss)
+    engine.destroy()
 
 
 def lightning_ddp(world: World) -> None:
