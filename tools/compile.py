@@ -43,6 +43,8 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
     ("signal_peer.h", "signal_peer", None, None),
     ("engram_fetch.h", "engram_fetch_impl", None, None),
     ("copy_blocks.h", "copy_blocks", None, None),
+    ("cast_weights.h", "cast_weights", None, None),
+    ("cast_weights.h", "amax_of_weights", None, None),
 )
 
 
