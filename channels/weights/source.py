@@ -46,6 +46,11 @@ class WeightSource(Holder):
             self._described = len(self._parts)
         return super().card()
 
+    def close(self) -> None:
+        super().close()
+        self._amaxes.clear()
+        self._described = 0
+
     @property
     def targets(self) -> list[str]:
         """The names of the targets that have connected to this source."""

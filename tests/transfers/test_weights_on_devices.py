@@ -72,6 +72,7 @@ def test_elements_are_cast_on_the_targets_device() -> None:
         target.connect([source.card() for source in sources])
         with sources[0].offered(1), sources[1].offered(1):
             target.receive(stream=bfloat16.runtime.create_stream())
+        target.close()
     np.testing.assert_array_equal(bfloat16.numpy(), whole.astype(bfloat16.dtype.numpy()))
     blocks = [np.split(each, (128, 256), 1) for each in np.split(whole, (128, 256))]
     expected = np.array([[np.abs(block).max() for block in each] for each in blocks]) / np.float32(448)
