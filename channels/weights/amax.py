@@ -18,13 +18,29 @@ from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.channels.weights.parts import FLOAT8, FLOATS, Part, strides_of
 from proxyccl.channels.weights.plan import blocks_of
 from proxyccl.channels.weights.sharding import Box
-from proxyccl.channels.weights.tiles import BLOCK, TYPES, PinnedArray, Tile, Tiles, grid_of, matrices, padded
+from proxyccl.channels.weights.tiles import BLOCK, TYPES, Tile, Tiles, grid_of, matrices, padded
+from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import ArrayView
-from proxyccl.device.base_runtime import Stream
+from proxyccl.device.base_runtime import PinnedMemory, Stream
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import Runtime
 
 _FLOAT = np.dtype(np.float32)
+
+
+class _PinnedFloats:
+    """An array of float32 in pinned host memory.
+
+    Attributes:
+        memory: the pinned memory, which must live as long as the array is used.
+        array: the memory as a numpy array.
+    """
+
+    def __init__(self, runtime: Runtime, count: int) -> None:
+        nbytes = count * _FLOAT.itemsize
+        self.memory: PinnedMemory = runtime.allocate_pinned(nbytes)
+        buffer = memoryview(ffi.buffer(ffi.cast("char *", self.memory.host_ptr), nbytes))
+        self.array: NDArray[np.float32] = np.frombuffer(buffer, _FLOAT, count)
 
 
 def is_measured(part: Part) -> bool:
@@ -42,7 +58,7 @@ class Amaxes:
 
     def __init__(self, agent: Agent, runtime: Runtime, parts: Sequence[Part]) -> None:
         grids = [math.prod(grid_of(padded(part)).shape) for part in parts]
-        self._table = PinnedArray(runtime, sum(grids), _FLOAT)
+        self._table = _PinnedFloats(runtime, sum(grids))
         memory = self._table.memory
         self.region = agent.register((memory.host_ptr, memory.nbytes))
         offsets = np.concatenate(([0], np.cumsum(grids)[:-1])) * _FLOAT.itemsize
@@ -126,7 +142,7 @@ class Scales:
         scaled: Sequence[tuple[Part, ArrayView]],
         sources: Mapping[str, Sequence[Part]],
     ) -> None:
-        self._amaxes = PinnedArray(runtime, sum(view.size for _, view in scaled), _FLOAT)
+        self._amaxes = _PinnedFloats(runtime, sum(view.size for _, view in scaled))
         tables = _tables(sources)
         wanted: list[tuple[NDArray[np.float32], str, Part, Box]] = []  # amaxes here, and their place in a table
         tiles: list[Tile] = []

@@ -37,7 +37,7 @@ class Group(Struct):
         scales: the scales of the parts; None if there are none.
         scaled: the names of the tensors that have scales.
         written: the names of the tensors that `direct` and `relayed` write.
-        tensors: the names of all tensors with parts in this group and in no other group.
+        tensors: the names of all tensors with parts in this group and in no later group.
     """
 
     direct: list[Transfer]
@@ -98,9 +98,9 @@ class Connected:
             for parts, own in zip(groups, planned, strict=True):
                 self._add_group(parts, own, has, memory_of)
             undo.pop_all()
-        for group in self.groups:
-            others = (other.tensors for other in self.groups if other is not group)
-            group.tensors = group.tensors.difference(*others)
+        later: set[str] = set()
+        for group in reversed(self.groups):
+            group.tensors, later = group.tensors - later, group.tensors | later
         used = [*self.sources, *self.peers]
         self._words = np.zeros((len(used), _WORDS), np.uint64)
         self._holders = {name: cards[name].holder for name in used}
@@ -153,7 +153,7 @@ class Connected:
         incomplete |= group.written
         looks = [] if group.scales is None else group.scales.looks
         self.move([*group.direct, *looks] if looks else group.direct, deadline, stream)
-        if self._staging is None:
+        if self._staging is None or (group.scales is None and group.casts is None):
             return
         if stream is not None:
             self._staging.runtime.synchronize_stream(stream)

@@ -20,7 +20,7 @@ class WeightSource(Holder):
 
     Args:
         agent: the source's agent. The program must not call `messages` of this agent.
-        amax: whether to measure, at the begin of each offer, the greatest magnitude (amax) of each block of 128 x 128
+        amax: whether to measure, at the start of each offer, the greatest magnitude (amax) of each block of 128 x 128
             elements in the last two dimensions of parts in float32, float16 and bfloat16. Targets with float8 scales
             need these amaxes.
     """

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import DTypeLike, NDArray
 
 from proxyccl.channels.weights.parts import FLOAT8, FLOATS, Part
 from proxyccl.channels.weights.sharding import Box
-from proxyccl.device._native import ffi
-from proxyccl.device.base_runtime import PinnedMemory, Stream
+from proxyccl.device.base_runtime import Stream
 from proxyccl.device.runtime import Runtime
 
 BLOCK = 128
@@ -26,6 +23,7 @@ _FIELDS = (
     *("scales", "scale_stride", "scale_step", "first"),
 )
 TILE = np.dtype([(name, np.uint64) for name in _FIELDS])
+"""The struct WeightTile."""
 _THREADS, _GROUP, _MOST_BLOCKS = 256, 32, 4096
 
 Tile = dict[str, int]
@@ -58,23 +56,8 @@ def grid_of(part: Part) -> Box:
     return Box(tuple(start), tuple(shape))
 
 
-class PinnedArray:
-    """An array in pinned host memory.
-
-    Attributes:
-        memory: the pinned memory, which must live as long as the array is used.
-        array: the memory as a numpy array.
-    """
-
-    def __init__(self, runtime: Runtime, count: int, dtype: DTypeLike) -> None:
-        nbytes = max(1, count * np.dtype(dtype).itemsize)
-        self.memory: PinnedMemory = runtime.allocate_pinned(nbytes)
-        buffer = memoryview(ffi.buffer(ffi.cast("char *", self.memory.host_ptr), nbytes))
-        self.array: NDArray[Any] = np.frombuffer(buffer, dtype, count)
-
-
 class Tiles:
-    """Launches of a kernel on lists of tiles, which lie in pinned memory.
+    """Launches of a kernel on lists of tiles, which are copied to the device.
 
     Args:
         runtime: the runtime of the tiles' device.
@@ -84,20 +67,22 @@ class Tiles:
 
     def __init__(self, runtime: Runtime, kernel: str, lists: Sequence[Sequence[Tile]]) -> None:
         loaded = runtime.shipped("cast_weights.h", kernel)
-        self._table = PinnedArray(runtime, sum(map(len, lists)), TILE)
+        table = np.zeros(sum(map(len, lists)), TILE)
+        self._table = runtime.allocate(table.nbytes)
         on_host = runtime.name == "host"  # there one thread handles a whole block of elements
         threads, groups = (1, 1) if on_host else (_THREADS, _THREADS // _GROUP)
         self._launches = []
         row = 0
         for tiles in lists:
-            address, blocks = self._table.memory.ptr + row * TILE.itemsize, 0
+            address, blocks = self._table.ptr + row * TILE.itemsize, 0
             for tile in tiles:
-                self._table.array[row] = (*(tile.get(name, 0) for name in _FIELDS[:-1]), blocks)
+                table[row] = (*(tile.get(name, 0) for name in _FIELDS[:-1]), blocks)
                 row += 1
                 extents = ((tile.get("row", 0), tile["rows"]), (tile.get("column", 0), tile["columns"]))
                 blocks += math.prod(-(-(position + extent) // BLOCK) for position, extent in extents)
             grid = 1 if on_host else min(-(-blocks // groups), _MOST_BLOCKS)
             self._launches.append(loaded.prepare(grid, threads, address, len(tiles), blocks))
+        runtime.copy(self._table.ptr, table.ctypes.data, table.nbytes)
 
     def launch(self, index: int, stream: Stream) -> None:
         """Queues the kernel on the tiles of list `index`."""
