@@ -34,6 +34,7 @@ def kernel_libraries() -> dict[str, str]:
         "copy_blocks",
         "float16_parts",
         "nvfp4_rows",
+        "cast_weights",
     )
     experts = [f'#include "experts/{name}.h"\n' for name in files]
     typed = {each.name: ("combine", "expert_weigh", "expert_quantize") for each in types if each.tokens}

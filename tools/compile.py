@@ -2,9 +2,9 @@
 On a machine without GPUs, the command compiles the kernels for the CPU.
 
 The command compiles the kernels of the expert-parallel layer for all element types, the kernels of collectives that
-only move bytes, and the kernels of sums and averages of float32 and bfloat16, which a training step needs. Compilers
-need no GPU, so a container image with the cache can be built on any machine. The paths of the package and of the cache
-must be the same in the image as on the cluster.
+only move bytes, the kernels of sums and averages of float32 and bfloat16, which a training step needs, and the kernels
+of transfers and weights. Compilers need no GPU, so a container image with the cache can be built on any machine. The
+paths of the package and of the cache must be the same in the image as on the cluster.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
     ("signal_peer.h", "signal_peer", None, None),
     ("engram_fetch.h", "engram_fetch_impl", None, None),
     ("copy_blocks.h", "copy_blocks", None, None),
+    ("cast_weights.h", "cast_weights", None, None),
+    ("cast_weights.h", "amax_of_weights", None, None),
 )
 
 

@@ -26,7 +26,7 @@ class Card(Message, frozen=True):
         groups: for each group, the index in `parts` of its first part.
     """
 
-    format: Literal["proxyccl-weights-2"]
+    format: Literal["proxyccl-weights-3"]
     metadata: Annotated[bytes, _METADATA]
     holder: Uint64
     version_address: Uint64

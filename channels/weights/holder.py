@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,17 +15,32 @@ from proxyccl.channels.timeouts import timeout_from
 from proxyccl.channels.transfers.agent import Agent
 from proxyccl.channels.transfers.errors import DisconnectedError, NameTakenError, TransferTimeoutError
 from proxyccl.channels.transfers.regions import Region
+from proxyccl.channels.weights.amax import scales_of
 from proxyccl.channels.weights.card import CARD, MESSAGE, Card, HasRead, Join, Leave, Offered
 from proxyccl.channels.weights.parts import Part, part_of
 from proxyccl.channels.weights.sharding import Sharding
-from proxyccl.device.arrays.array import Array, as_view
+from proxyccl.device.arrays.array import Array, ArrayView, as_view
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.runtime import Runtime
+from proxyccl.device.runtimes import open_runtime
 
 _SLICE = 0.05
 """Seconds between a waiting thread's checks of its links, because a lost link does not wake it."""
 _LAST_MESSAGE_SECONDS = 0.5
 """Seconds for which a reader's last message may still arrive after the link to the reader was lost, because the reader
 sends over its own link."""
+
+
+Place = tuple[str, int, bool]
+"""The name of a runtime, the number of a device, and whether agents treat memory there as device memory, as they do
+`Array`s of the host runtime too."""
+
+
+class Memory(NamedTuple):
+    """The place of a part, and the array of the part's scales, if there is one."""
+
+    place: Place
+    scales: ArrayView | None
 
 
 class Holder:
@@ -36,6 +51,8 @@ class Holder:
         self._parts: list[Part] = []
         self._groups = [0]  # for each group, the index of its first part
         self._regions: dict[tuple[int, int], Region] = {}
+        self._memories: list[Memory] = []  # of each part
+        self._runtimes: dict[Place, Runtime] = {}
         self._number = int.from_bytes(os.urandom(8), "little") | 1
         self._words = np.array([0, self._number], np.uint64)
         self._version = self._words[:1]
@@ -74,6 +91,19 @@ class Holder:
             ArgumentError: the part does not lie within the tensor or does not match `sharding`, or the array can't be
                 registered.
         """
+        self._add(tensor, array, sharding, start, size, within)
+
+    def _add(
+        self,
+        tensor: str,
+        array: Any,
+        sharding: Sharding | None,
+        start: Sequence[int] | None,
+        size: Sequence[int] | None,
+        within: Any,
+        scale: Any = None,
+    ) -> None:
+        """Adds a part, for `add` of a source or a target."""
         if hasattr(array, "placements") and hasattr(array, "device_mesh"):
             if sharding is not None or start is not None or size is not None:
                 raise ArgumentError(
@@ -87,10 +117,29 @@ class Holder:
         part = part_of(tensor, view, start, size, within)
         if sharding is not None and part.shape != box.shape:
             raise ArgumentError("array", f"{tensor}: expected a part of shape {box.shape}, got {part.shape}")
-        place = (view.ptr, view.nbytes)
-        if view.nbytes and place not in self._regions:
-            self._regions[place] = self._agent.register(array if isinstance(array, Array) else view)
+        place, scales = self._place(array, view), None
+        if scale is not None:
+            scales = as_view(scale, "scale")
+            if self._place(scale, scales)[:2] != place[:2]:
+                raise ArgumentError("scale", f"{tensor}: is on {scales.place}, but the part is on {view.place}")
+            part = scales_of(part, scales)
+        range_ = (view.ptr, view.nbytes)
+        if view.nbytes and range_ not in self._regions:
+            self._regions[range_] = self._agent.register(array if isinstance(array, Array) else view)
         self._parts.append(part)
+        self._memories.append(Memory(place, scales))
+
+    def _place(self, array: Any, view: ArrayView) -> Place:
+        place = (view.device[0], max(0, view.device[1]), isinstance(array, Array) or view.device[0] != "host")
+        if isinstance(array, Array):
+            runtime: Any = array.runtime
+            self._runtimes.setdefault(place, runtime)
+        return place
+
+    def _runtime(self, place: Place) -> Runtime:
+        if place not in self._runtimes:
+            self._runtimes[place] = open_runtime(*place[:2])
+        return self._runtimes[place]
 
     def card(self) -> bytes:
         """Returns this holder's card, with which others connect to it. Anyone who has the card may read and write this
@@ -98,7 +147,7 @@ class Holder:
         """
         address = self._version_region.address
         metadata = self._agent.metadata()
-        return CARD.encode(Card("proxyccl-weights-2", metadata, self._number, address, self._parts, self._groups))
+        return CARD.encode(Card("proxyccl-weights-3", metadata, self._number, address, self._parts, self._groups))
 
     def close(self) -> None:
         """Deregisters all parts, but leaves the agent open. Targets that still read from this holder get an error, and
@@ -108,6 +157,7 @@ class Holder:
         self._agent.deregister(self._version_region, *self._regions.values())
         self._regions.clear()
         self._parts.clear()
+        self._memories.clear()
 
     def _open(self, version: int) -> None:
         self._version[0] = version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from proxyccl.channels.transfers.blocks import Rows, joined
-from proxyccl.channels.weights.parts import Part
+from proxyccl.channels.weights.parts import Part, require_castable
 from proxyccl.channels.weights.sharding import Box
 from proxyccl.device.errors import ArgumentError
 
@@ -19,23 +20,43 @@ _SHORTEST = 64 << 10
 """The smallest size of a piece in bytes."""
 
 
+class Cast(Struct, frozen=True):
+    """A box of a tensor that a target reads in a source's element type, and casts to its own type.
+
+    Attributes:
+        box: the box, which lies within both parts.
+        here, there: the part of the target, and the part of the source.
+    """
+
+    box: Box
+    here: Part
+    there: Part
+
+    @property
+    def nbytes(self) -> int:
+        """The total bytes of the elements at the source."""
+        return math.prod(self.box.shape) * self.there.itemsize
+
+
 class Read(Struct, frozen=True):
-    """The blocks that a target reads from one other holder.
+    """The blocks and the boxes that a target reads from one other holder.
 
     Attributes:
         peer: the holder to read from.
         relayed: whether the peer is another target, which must read the blocks from a source first.
         blocks: uint64 of shape (N, 3): local address, address at the peer, bytes.
+        casts: the boxes whose elements have another type at the peer. `blocks` does not contain them.
     """
 
     peer: str
     relayed: bool
     blocks: Rows
+    casts: Sequence[Cast] = ()
 
     @property
     def nbytes(self) -> int:
-        """The total bytes of the blocks."""
-        return int(self.blocks[:, 2].sum())
+        """The total bytes that the target reads."""
+        return int(self.blocks[:, 2].sum()) + sum(cast.nbytes for cast in self.casts)
 
 
 Held = Mapping[str, Sequence[Part]]
@@ -58,7 +79,8 @@ def plan(sources: Held, targets: Held, nodes: Mapping[str, Hashable] | None = No
         The reads of each target, by the target's name. A target has at most one read from each other holder.
 
     Raises:
-        ArgumentError: no source has a part, or shapes or element types differ.
+        ArgumentError: no source has a part, shapes differ, element types differ between sources or between targets, or
+            a source's type can't be cast to a target's type.
     """
     return _Planner(sources, targets, nodes or {}, set(targets)).reads
 
@@ -79,6 +101,7 @@ class _Planner:
 
     Attributes:
         links: the blocks of each read, by (target, peer, whether the read is relayed).
+        casts: the casts of each read, by the same key.
         reads: for each target in `chosen`, its reads.
     """
 
@@ -92,16 +115,17 @@ class _Planner:
         # The blocks are grouped by pair of parts, because blocks of different parts, which may be registered
         # separately, must not be joined.
         self.links: dict[tuple[str, str, bool], dict[tuple[int, int], list[Rows]]] = {}
+        self.casts: dict[tuple[str, str, bool], list[Cast]] = {}
         held = _by_tensor(sources)
         for tensor, wanted in _by_tensor(targets).items():
             self._plan_tensor(tensor, held.get(tensor, []), wanted)
         self.reads: dict[str, list[Read]] = {target: [] for target in targets if target in chosen}
-        for (target, peer, relayed), pairs in self.links.items():
+        for link, pairs in self.links.items():
+            target, peer, relayed = link
             if target in chosen:
-                blocks = np.concatenate(
-                    [joined(np.concatenate(rows)) if len(rows) > 1 else rows[0] for rows in pairs.values()]
-                )
-                self.reads[target].append(Read(peer, relayed, blocks))
+                each = [joined(np.concatenate(rows)) if len(rows) > 1 else rows[0] for rows in pairs.values()]
+                blocks = np.concatenate(each) if each else np.empty((0, 3), np.uint64)
+                self.reads[target].append(Read(peer, relayed, blocks, self.casts.get(link, ())))
 
     def _plan_tensor(self, tensor: str, held: list[_Candidate], wanted: list[_Candidate]) -> None:
         _require_same(tensor, held, wanted)
@@ -123,7 +147,7 @@ class _Planner:
             node = self._nodes.get(holder, (holder,))
             on_nodes.setdefault(node, {}).setdefault(holder, []).append(part)
         pieces = max(len(first_part), *(len(holders) for holders in on_nodes.values()))
-        itemsize = wanting[0].part.itemsize
+        itemsize = having[0].part.itemsize
         for piece in _cut(box, itemsize, pieces):
             nbytes = math.prod(piece.shape) * itemsize
             for node, holders in on_nodes.items():
@@ -139,9 +163,14 @@ class _Planner:
                         self._add(holder, importer, True, piece, part, holders[importer][0])
 
     def _add(self, target: str, peer: str, relayed: bool, box: Box, here: Part, there: Part) -> None:
-        pairs = self.links.setdefault((target, peer, relayed), {})
-        if target in self._chosen:
-            pairs.setdefault((id(here), id(there)), []).append(_blocks(box, here, there))
+        link = (target, peer, relayed)
+        pairs = self.links.setdefault(link, {})
+        if target not in self._chosen:
+            return
+        if here.dtype == there.dtype:
+            pairs.setdefault((id(here), id(there)), []).append(blocks_of(box, here, there))
+        else:
+            self.casts.setdefault(link, []).append(Cast(box, here, there))
 
 
 def _by_tensor(held: Held) -> dict[str, list[_Candidate]]:
@@ -154,13 +183,18 @@ def _by_tensor(held: Held) -> dict[str, list[_Candidate]]:
 
 
 def _require_same(tensor: str, held: list[_Candidate], wanted: list[_Candidate]) -> None:
-    (_, first), *others = (*held, *wanted)
-    for holder, part in others:
-        for what in ("size", "dtype", "itemsize"):
-            if getattr(part, what) != getattr(first, what):
-                raise ArgumentError(
-                    "targets", f"{tensor}: {holder} has {what} {getattr(part, what)}, others {getattr(first, what)}"
-                )
+    for role, whose, whats in (
+        ("targets", [*held, *wanted], ("size",)),
+        ("sources", held, ("dtype", "itemsize")),
+        ("targets", wanted, ("dtype", "itemsize", "scales")),
+    ):
+        for holder, part in whose[1:]:
+            for what in whats:
+                own, others = getattr(part, what), getattr(whose[0].part, what)
+                if own != others:
+                    raise ArgumentError(role, f"{tensor}: {holder} has {what} {own!r}, others {others!r}")
+    for (holder, part), (reader, own) in itertools.product(held, wanted[:1]):
+        require_castable(part, own, holder, reader)
 
 
 class _Cell(NamedTuple):
@@ -208,10 +242,10 @@ def _cut(box: Box, itemsize: int, pieces: int) -> Iterator[Box]:
         yield Box(tuple(start), tuple(shape))
 
 
-def _blocks(box: Box, here: Part, there: Part) -> Rows:
+def blocks_of(box: Box, here: Part, there: Part) -> Rows:
     """Returns the blocks of a box, as rows of (address in `here`, address in `there`, bytes). The box must lie within
     `here` and within `there`."""
-    nbytes, dim = here.itemsize, len(box.shape)
+    nbytes, dim = there.itemsize, len(box.shape)
     while dim and (box.shape[dim - 1] == 1 or here.strides[dim - 1] == there.strides[dim - 1] == nbytes):
         dim -= 1
         nbytes *= box.shape[dim]
@@ -220,9 +254,6 @@ def _blocks(box: Box, here: Part, there: Part) -> Rows:
         offsets = np.zeros(1, np.int64)
         for extent, stride in zip(box.shape[:dim], part.strides[:dim], strict=True):
             offsets = np.add.outer(offsets, np.arange(extent) * stride).ravel()
-        shift = sum(
-            (begin - own) * stride for begin, own, stride in zip(box.start, part.start, part.strides, strict=True)
-        )
-        rows[:, column] = part.address + shift + offsets
+        rows[:, column] = part.address_of(box.start) + offsets
     rows[:, 2] = nbytes
     return rows

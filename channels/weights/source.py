@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from proxyccl.channels.transfers.agent import Agent
 from proxyccl.channels.transfers.errors import DisconnectedError, TransferError, TransferTimeoutError
-from proxyccl.channels.weights.holder import Holder, deadline_of
+from proxyccl.channels.weights.amax import Amaxes, is_measured
+from proxyccl.channels.weights.holder import Holder, Place, deadline_of
 from proxyccl.device.arguments.integers import as_integer
 
 
@@ -19,10 +20,36 @@ class WeightSource(Holder):
 
     Args:
         agent: the source's agent. The program must not call `messages` of this agent.
+        amax: whether to measure, at the start of each offer, the greatest magnitude (amax) of each block of 128 x 128
+            elements in the last two dimensions of parts in float32, float16 and bfloat16. Targets with float8 scales
+            need these amaxes.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, *, amax: bool = False) -> None:
         super().__init__(agent)
+        self._measures = amax
+        self._amaxes: list[Amaxes] = []
+        self._described = 0  # the number of parts, with their amaxes, in the last card
+
+    def card(self) -> bytes:
+        if self._measures:
+            by_place: dict[Place, list[int]] = {}
+            for index in range(self._described, len(self._parts)):
+                if is_measured(self._parts[index]):
+                    by_place.setdefault(self._memories[index].place, []).append(index)
+            for place, indices in by_place.items():
+                amaxes = Amaxes(self._agent, self._runtime(place), [self._parts[index] for index in indices])
+                self._regions[amaxes.region.address, amaxes.region.nbytes] = amaxes.region
+                self._amaxes.append(amaxes)
+                for index, part in zip(indices, amaxes.parts, strict=True):
+                    self._parts[index] = part
+            self._described = len(self._parts)
+        return super().card()
+
+    def close(self) -> None:
+        super().close()
+        self._amaxes.clear()
+        self._described = 0
 
     @property
     def targets(self) -> list[str]:
@@ -84,6 +111,10 @@ class WeightSource(Holder):
         if self._version[0]:
             raise TransferError(f"agent {self._agent.name} offers version {self._version[0]} already")
         self._take_messages()
+        for amaxes in self._amaxes:
+            amaxes.begin()
+        for amaxes in self._amaxes:
+            amaxes.wait()
         self._open(version)
         try:
             yield

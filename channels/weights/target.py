@@ -3,128 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-import numpy as np
 from msgspec import Struct
 
 from proxyccl.channels.transfers.agent import Agent
-from proxyccl.channels.transfers.errors import DisconnectedError, FreedMemoryError, NotRegisteredError, NotStartedError
-from proxyccl.channels.transfers.metadata import host_of
-from proxyccl.channels.transfers.transfer import Transfer
+from proxyccl.channels.transfers.errors import DisconnectedError, NotStartedError
 from proxyccl.channels.weights.card import CARD, MESSAGE, Card, HasRead, Join, Leave
-from proxyccl.channels.weights.holder import Holder, deadline_of
-from proxyccl.channels.weights.parts import Part
-from proxyccl.channels.weights.plan import Read, plan_one
+from proxyccl.channels.weights.casts import LEAST_STAGING, Staging
+from proxyccl.channels.weights.connected import Connected, Group, grouped
+from proxyccl.channels.weights.holder import Holder, Place, deadline_of
+from proxyccl.channels.weights.sharding import Sharding
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.base_runtime import StreamLike
 from proxyccl.device.errors import ArgumentError
 
-_WORDS = 2
-"""The number of words at `Card.version_address`."""
-
-
-class Group(Struct):
-    """The transfers of one group of parts: `direct` transfers from sources, and then `relayed` transfers from other
-    targets."""
-
-    direct: list[Transfer]
-    relayed: list[Transfer]
-
-
-class Connected:
-    """The prepared reads of a target. The target's agent must have added the agents of all cards.
-
-    Attributes:
-        groups: the transfers of each group.
-        sources: the names of all sources, even those from which this target reads no parts, because all sources wait
-            for the same targets.
-        peers: the names of the targets from which this target reads.
-        readers: by name, the number of each peer that reads from this target.
-    """
-
-    def __init__(
-        self, agent: Agent, sources: Mapping[str, Card], peers: Mapping[str, Card], groups: Sequence[Sequence[Part]]
-    ) -> None:
-        self._agent = agent
-        cards = {**sources, **peers}
-        nodes = {name: host_of(card.metadata) for name, card in cards.items()}
-        nodes[agent.name] = host_of(agent.metadata(()))
-        has = {name: sources[name].parts for name in sorted(sources)}  # sorted, so that peers compute the same plan
-        theirs = {name: grouped(card.parts, card.groups) for name, card in peers.items()}
-        for name, each in theirs.items():
-            if len(each) != len(groups):
-                raise ArgumentError("peers", f"{name} has {len(each)} groups of parts, this target {len(groups)}")
-        self.groups: list[Group] = []
-        reads: list[Read] = []
-        readers: set[str] = set()
-        for number, parts in enumerate(groups):
-            has_own = {**{name: each[number] for name, each in theirs.items()}, agent.name: parts}
-            own, from_here = plan_one(agent.name, has, {name: has_own[name] for name in sorted(has_own)}, nodes)
-            direct, relayed = (
-                [agent.prepare("read", read.peer, read.blocks) for read in own if read.relayed is late]
-                for late in (False, True)
-            )
-            self.groups.append(Group(direct, relayed))
-            reads += own
-            readers |= from_here
-        self.readers = {name: peers[name].holder for name in sorted(readers)}
-        self.sources = list(sources)
-        self.peers = list(dict.fromkeys(read.peer for read in reads if read.relayed))
-        self.nbytes = sum(read.nbytes for read in reads)
-        used = [*self.sources, *self.peers]
-        self._words = np.zeros((len(used), _WORDS), np.uint64)
-        self._holders = {name: cards[name].holder for name in used}
-        self._region = agent.register(self._words)
-        self._index = {name: index for index, name in enumerate(used)}
-        size = self._words[:1].nbytes
-        self._looks = [
-            agent.prepare("read", name, [(self._region.address + index * size, cards[name].version_address, size)])
-            for name, index in self._index.items()
-        ]
-
-    def versions(self, names: Iterable[str], deadline: float) -> set[int]:
-        """Reads the version words of the named holders, and returns the set of versions that they offer now. The set
-        contains 0 if a holder offers none. Raises DisconnectedError, TransferTimeoutError."""
-        chosen = {name: self._index[name] for name in names}
-        try:
-            self.move([self._looks[index] for index in chosen.values()], deadline)
-        except (NotRegisteredError, FreedMemoryError) as error:
-            raise _closed(error.peer) from error
-        for name, index in chosen.items():
-            if self._words[index, 1] != self._holders[name]:
-                raise _closed(name)
-        return set(self._words[list(chosen.values()), 0].tolist())
-
-    def move(self, transfers: Sequence[Transfer], deadline: float, stream: StreamLike = None) -> None:
-        """Makes transfers concurrently, and waits for them. Raises the errors of `Agent.wait`, but only after all
-        transfers have ended."""
-        try:
-            for transfer in transfers:
-                transfer.start(stream=stream)
-            self._agent.wait(transfers, max(1e-3, deadline - time.monotonic()))
-        finally:
-            for transfer in transfers:
-                transfer.cancel()
-
-    def close(self) -> None:
-        for group in self.groups:
-            for transfer in (*group.direct, *group.relayed):
-                transfer.close()
-        for look in self._looks:
-            look.close()
-        self._agent.deregister(self._region)
-
-
-def _closed(name: str) -> DisconnectedError:
-    return DisconnectedError(f"agent {name} has closed its weights; connect to the weights that replace them", name)
-
-
-def grouped(parts: Sequence[Part], groups: Sequence[int]) -> list[Sequence[Part]]:
-    """Returns the parts of each group. `groups` has the index of each group's first part."""
-    return [parts[first:last] for first, last in itertools.pairwise((*groups, len(parts)))]
+_STAGING_BYTES = 256 << 20
+_SHOWN = 10
+"""The most tensors that the note of an error names."""
 
 
 class Received(Struct, frozen=True):
@@ -146,10 +44,16 @@ class WeightTarget(Holder):
 
     Args:
         agent: the target's agent. The program must not call `messages` of this agent.
+        staging_bytes: the most memory, in bytes, of the buffer into which elements of another type than the target's
+            are read before they are cast. The buffer is on the device of the parts.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, *, staging_bytes: int = _STAGING_BYTES) -> None:
         super().__init__(agent)
+        self._staging_bytes = as_integer(
+            staging_bytes, "staging_bytes", f"must be an integer from {LEAST_STAGING} on", LEAST_STAGING, 2**62
+        )
+        self._incomplete: set[str] = set()
         self._connected: Connected | None = None
         self._last = 0
 
@@ -157,6 +61,46 @@ class WeightTarget(Holder):
     def nbytes(self) -> int:
         """The number of bytes that this target reads for each version; 0 before `connect`."""
         return 0 if self._connected is None else self._connected.nbytes
+
+    @property
+    def incomplete(self) -> list[str]:
+        """The names of the tensors whose parts may contain data of two versions, because `receive` has failed; empty
+        after the next successful `receive`. The parts of other tensors contain a whole version, but not necessarily the
+        same one.
+        """
+        return sorted(self._incomplete)
+
+    def add(
+        self,
+        tensor: str,
+        array: Any,
+        *,
+        sharding: Sharding | None = None,
+        start: Sequence[int] | None = None,
+        size: Sequence[int] | None = None,
+        within: Any = (),
+        scale: Any = None,
+    ) -> None:
+        """Adds an array that receives a tensor or a part of it, and registers the array with the agent.
+
+        An array in float32, float16 or bfloat16 may receive a tensor of another of these types: `receive` rounds to
+        nearest, ties to even, as torch's `Tensor.to` does. An array in float8_e4m3fn may receive a tensor of these
+        types if it has scales, and if the sources measure amaxes (`WeightSource(amax=True)`). A scale is amax / 448,
+        where amax is the greatest magnitude of the whole tensor, or of the whole block, so all targets get the same
+        scale; it is 1 if amax is at most 1e-30. Elements are multiplied by 1 / scale, and rounded; the greatest
+        magnitude of a float8 element is 448.
+
+        Args:
+            tensor, array, sharding, start, size, within: as for `WeightSource.add`.
+            scale: a float32 array on the array's device, which receives the scales. Shape () or (1,): one scale of the
+                whole tensor. Otherwise one scale for each block of 128 x 128 elements in the last two dimensions, so
+                that the shape is that of the part with the last two extents divided by 128, rounded up.
+
+        Raises:
+            ArgumentError: as for `WeightSource.add`; or `scale` has another type, shape or device, or the part begins
+                within a block that has one scale.
+        """
+        self._add(tensor, array, sharding, start, size, within, scale)
 
     def next_group(self) -> None:
         """Begins a new group, to which later calls of `add` add parts. `receive` reads groups one after another, and
@@ -175,14 +119,16 @@ class WeightTarget(Holder):
                 each version.
 
         Raises:
-            ArgumentError: no source has a part of this target, shapes or element types differ between holders, or a
-                peer has another number of groups.
+            ArgumentError: no source has a part of this target, shapes differ between holders, the sources' element type
+                can't be cast to this target's, or a peer has another element type or another number of groups.
             MetadataError: an element of `sources` or `peers` is not a card.
             DisconnectedError: the holder whose name is `peer` can't be reached.
         """
         self._disconnect()
         theirs, others = self._meet_all(sources), self._meet_all(peers)
-        connected = Connected(self._agent, theirs, others, grouped(self._parts, self._groups))
+        memories = {id(part): memory for part, memory in zip(self._parts, self._memories, strict=True)}
+        groups = grouped(self._parts, self._groups)
+        connected = Connected(self._agent, theirs, others, groups, lambda part: memories[id(part)], self._stage)
         if not connected.nbytes:
             connected.close()
             raise ArgumentError("sources", "this target has no part of a tensor to read")
@@ -214,9 +160,11 @@ class WeightTarget(Holder):
 
         Raises:
             NotStartedError: the target is not connected.
-            DisconnectedError: the source or peer whose name is `peer` has ended or was closed. The parts may contain
-                data of two versions.
+            DisconnectedError: the source or peer whose name is `peer` has ended or was closed.
             TransferTimeoutError: not all sources offered the version, or the reads did not end, within `timeout`.
+
+        After an error nothing still writes to the parts. `incomplete`, and a note of the error, name the tensors
+        whose parts may contain data of two versions.
         """
         connected = self._connected
         if connected is None:
@@ -224,17 +172,27 @@ class WeightTarget(Holder):
         if version is not None:
             as_integer(version, "version", "must be an integer from 1 on", 1, 2**63 - 1)
         deadline = deadline_of(self._agent, timeout)
-        while True:
-            found = self._await_version(connected, version, deadline)
-            begin = time.perf_counter()
-            if self._read(connected, found, deadline, stream, each):
-                self._last = found
-                return Received(found, connected.nbytes, time.perf_counter() - begin)
+        try:
+            while True:
+                found = self._await_version(connected, version, deadline)
+                begin = time.perf_counter()
+                if self._read(connected, found, deadline, stream, each):
+                    self._last = found
+                    return Received(found, connected.nbytes, time.perf_counter() - begin)
+        except Exception as error:
+            if self._incomplete:
+                names, more = self.incomplete[:_SHOWN], len(self._incomplete) - _SHOWN
+                error.add_note(f"incomplete tensors: {', '.join(names)}" + (f" and {more} more" if more > 0 else ""))
+            raise
 
     def close(self) -> None:
         """Disconnects from the sources, and deregisters all parts, but leaves the agent open."""
         self._disconnect()
         super().close()
+
+    def _stage(self, place: Place, nbytes: int) -> Staging:
+        size = min(self._staging_bytes, max(nbytes + LEAST_STAGING, LEAST_STAGING))
+        return Staging(self._agent, self._runtime(place), size, is_device=place[2])
 
     def _meet_all(self, cards: Iterable[bytes]) -> dict[str, Card]:
         decoded = [CARD.decode(data, "a holder of weights") for data in cards]
@@ -275,17 +233,19 @@ class WeightTarget(Holder):
     ) -> bool:
         """Reads a version. Returns False if a source stopped offering the version during the reads."""
         for number, group in enumerate(connected.groups):
-            connected.move(group.direct, deadline, stream)
+            connected.read_from_sources(group, deadline, stream, self._incomplete)
             if connected.versions(connected.sources, deadline) != {version}:
                 return False
             if connected.peers or connected.readers:
                 # `shared` differs between groups, because groups may share memory.
                 shared = 1 + (version * len(connected.groups) + number) % (2**63 - 1)
                 self._pass_on(connected, group, shared, deadline, stream)
+            self._incomplete -= group.tensors
             if each is not None:
                 each(number)
         for source in connected.sources:
             self._agent.notify(source, MESSAGE.encode(HasRead(version, self._number)))
+        self._incomplete.clear()
         return True
 
     def _pass_on(self, connected: Connected, group: Group, number: int, deadline: float, stream: StreamLike) -> None:

@@ -28,7 +28,7 @@ PROXYCCL_DEVICE void floatsToE4M3(uint8_t* to, const float* values) {
 // Returns the greater of a magnitude and a value's magnitude; a NaN is ignored.
 PROXYCCL_DEVICE float greaterMagnitude(float greatest, float value) {
 #if PROXYCCL_ON_HOST
-  const float magnitude = value < 0 ? -value : value;
+  const float magnitude = __builtin_fabsf(value);
   return magnitude > greatest ? magnitude : greatest;
 #else
   return fmaxf(greatest, fabsf(value));  // becomes one instruction, unlike the code above

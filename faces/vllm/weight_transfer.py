@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from proxyccl.channels.transfers.agent import Agent
 from proxyccl.channels.weights.card import tensors_of
+from proxyccl.channels.weights.casts import LEAST_STAGING
+from proxyccl.channels.weights.parts import FLOATS
 from proxyccl.channels.weights.sharding import Replicate, Shard, Sharding
 from proxyccl.channels.weights.source import WeightSource
 from proxyccl.channels.weights.target import WeightTarget
@@ -42,11 +44,14 @@ class ProxyCCLWeightTransferInitInfo(WeightTransferInitInfo):
 
     Attributes:
         cards: the results of `WeightSource.card` on the trainer's ranks, in base64.
+        dtypes: the names of the declared element types, by the weights' names.
         bucket_bytes: the size of the staging buffer in bytes. If a tensor is larger, the buffer has that tensor's size.
+            If the trainer has another element type, a second buffer has at most `bucket_bytes`.
         timeout: the time-out of each wait, in seconds.
     """
 
     cards: list[str]
+    dtypes: dict[str, str]
     bucket_bytes: int
     timeout: float
 
@@ -93,8 +98,9 @@ class ProxyCCLWeightTransferEngine(
         self.shutdown()
         cards = [base64.b64decode(card) for card in init_info.cards]
         self._agent = Agent(f"vllm worker {uuid.uuid4().hex}", timeout=init_info.timeout)
-        self._target = target = WeightTarget(self._agent)
-        tensors = {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in tensors_of(cards).items()}
+        self._target = target = WeightTarget(self._agent, staging_bytes=max(LEAST_STAGING, init_info.bucket_bytes))
+        dtypes = init_info.dtypes
+        tensors = {name: (shape, getattr(torch, dtypes[name])) for name, (shape, _) in tensors_of(cards).items()}
         groups = _grouped({name: _nbytes(*each) for name, each in tensors.items()}, init_info.bucket_bytes)
         size = max(sum(places.values()) for places in groups)
         staging = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -152,9 +158,9 @@ class ProxyCCLWeightTransferEngine(
 class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTrainerInitInfo]):
     """The engine of a trainer, on each rank of torch's default process group.
 
-    Workers read a parameter in place if its memory is the same in each update and its type is the declared type.
-    The engine copies other parameters into its own memory, which workers read. The engine never writes to the trainer's
-    memory.
+    Workers read a parameter in place if its memory is the same in each update, and cast it to the declared type. The
+    engine copies other parameters, and those whose type can't be cast, into its own memory, which workers read. The
+    engine never writes to the trainer's memory.
     """
 
     init_info_cls = ProxyCCLTrainerInitInfo
@@ -201,7 +207,10 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
             elif self._in_place.get(name) != address:
                 # A parameter whose memory has changed is copied, because the trainer may use the earlier memory for
                 # something else.
-                made = tensor.detach().to(self._declared[name].dtype, copy=name in self._kept).contiguous()
+                dtype = self._declared[name].dtype
+                if {_dtype_name(dtype), _dtype_name(tensor.dtype)} <= {*FLOATS}:
+                    dtype = tensor.dtype  # the workers cast
+                made = tensor.detach().to(dtype, copy=name in self._kept).contiguous()
                 if made.data_ptr() == address:
                     self._in_place[name] = address
                 else:
@@ -217,7 +226,12 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
 
     def _connect_workers(self) -> None:
         encoded = [base64.b64encode(card).decode() for card in self._cards]
-        info = {"cards": encoded, "bucket_bytes": self._init_info.bucket_bytes, "timeout": self._init_info.timeout}
+        info = {
+            "cards": encoded,
+            "dtypes": {name: _dtype_name(meta.dtype) for name, meta in self._declared.items()},
+            "bucket_bytes": self._init_info.bucket_bytes,
+            "timeout": self._init_info.timeout,
+        }
         self.client.init_weight_transfer_engine(info)
         self._cards = []
 
@@ -256,6 +270,10 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
 
     def shutdown(self) -> None:
         self._agent.close()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _name(rank: int) -> str:

@@ -229,10 +229,11 @@ def test_a_parameters_storage_may_be_freed_between_rounds(job: Job) -> None:
     job.trainers([Source(0), Source(1)], body, 1 << 20)
 
 
-def test_weights_have_the_declared_type(job: Job) -> None:
+def test_weights_have_the_declared_type_without_a_copy_in_the_trainer(job: Job) -> None:
     def body(engine: Any, source: Source) -> None:
         source.version = 1
         engine.send_weights()
+        assert engine._kept["rows"].data_ptr() == source.memory["rows"].data_ptr()
 
     job.trainers([Source(0, torch.bfloat16), Source(1, torch.bfloat16)], body, 1 << 20)
     require_loaded(job, 1, torch.bfloat16)

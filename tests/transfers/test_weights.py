@@ -209,6 +209,31 @@ def test_a_version_that_is_withdrawn_while_it_is_read_does_not_count(
     assert (moved, sampler.holds(2)) == (2, True)
 
 
+def test_an_error_names_the_tensors_that_may_be_of_two_versions(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source withdraws a version while the second of two groups is read."""
+    trainer, sampler = keep(Trainer("a")), keep(Staged("s"))
+    sampler.target.connect(trainer.cards)
+    source, connected = trainer.sources[0], sampler.target._connected
+    assert connected is not None
+    move = connected.move
+
+    def withdraw(transfers: Any, *rest: Any) -> None:
+        move(transfers, *rest)
+        if transfers == connected.groups[1].direct:
+            source._shut()
+
+    monkeypatch.setattr(connected, "move", withdraw)
+    source._open(1)
+    with pytest.raises(TransferTimeoutError) as caught:
+        sampler.target.receive(timeout=0.3)
+    assert caught.value.__notes__ == ["incomplete tensors: up"]
+    assert sampler.target.incomplete == ["up"]
+    monkeypatch.undo()
+    with source.offered(2):
+        sampler.target.receive()
+    assert sampler.target.incomplete == []
+
+
 def test_a_slow_target_is_named(keep: Keep) -> None:
     trainer, sampler = keep(Trainer("a")), keep(Sampler("s"))
     sampler.target.connect(trainer.cards)

@@ -16,9 +16,9 @@ from support.devices import rank_runtime
 SIZE = (96, 64)
 
 
-def array_of(number: int, shape: tuple[int, ...]) -> Array:
-    runtime = rank_runtime(number)
-    return Array(runtime, runtime.allocate(4 * int(np.prod(shape))), shape, as_dtype("float32"))
+def array_of(number: int, shape: tuple[int, ...], dtype: str = "float32") -> Array:
+    runtime, kind = rank_runtime(number), as_dtype(dtype)
+    return Array(runtime, runtime.allocate(kind.itemsize * int(np.prod(shape))), shape, kind)
 
 
 @pytest.mark.parametrize("peers", [False, True])
@@ -53,3 +53,29 @@ def test_rows_of_two_devices_become_columns_of_two(peers: bool) -> None:
             np.testing.assert_array_equal(array.numpy(), whole[:, slices])
     for agent in agents.values():
         agent.close()
+
+
+def test_elements_are_cast_on_the_targets_device() -> None:
+    whole = np.random.default_rng(1).standard_normal((300, 260)).astype(np.float32)
+    rows = Sharding(whole.shape, ["a", "b"], [Shard(0)])
+    with Agent("a") as a, Agent("b") as b, Agent("s") as s:
+        sources = [WeightSource(agent, amax=True) for agent in (a, b)]
+        for number, source in enumerate(sources):
+            part = array_of(number, (150, 260)).upload(whole[150 * number :][:150])
+            source.add("w", part, sharding=rows)
+            source.add("f", part, sharding=rows)
+        target = WeightTarget(s, staging_bytes=1 << 16)
+        bfloat16, float8 = array_of(0, whole.shape, "bfloat16"), array_of(0, whole.shape, "float8_e4m3fn")
+        scales = array_of(0, (3, 3))
+        target.add("w", bfloat16)
+        target.add("f", float8, scale=scales)
+        target.connect([source.card() for source in sources])
+        with sources[0].offered(1), sources[1].offered(1):
+            target.receive(stream=bfloat16.runtime.create_stream())
+        target.close()
+    np.testing.assert_array_equal(bfloat16.numpy(), whole.astype(bfloat16.dtype.numpy()))
+    blocks = [np.split(each, (128, 256), 1) for each in np.split(whole, (128, 256))]
+    expected = np.array([[np.abs(block).max() for block in each] for each in blocks]) / np.float32(448)
+    np.testing.assert_array_equal(scales.numpy(), expected)
+    each_scale = np.repeat(np.repeat(expected, 128, 0), 128, 1)[:300, :260]
+    np.testing.assert_array_equal(float8.numpy(), (whole * (1 / each_scale)).astype(float8.dtype.numpy()))

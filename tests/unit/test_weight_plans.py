@@ -215,7 +215,7 @@ def test_slices_of_a_fused_array_are_parts() -> None:
 def test_numpys_integers_place_a_part() -> None:
     view = as_view(np.zeros((2, 4), np.float32), "array")
     parts = [part_of("w", view, numbers([0, 4]), numbers([2, 8])) for numbers in (tuple, np.array)]
-    plain, from_numpy = (CARD.encode(Card("proxyccl-weights-2", b"", 1, 0, [part], [0])) for part in parts)
+    plain, from_numpy = (CARD.encode(Card("proxyccl-weights-3", b"", 1, 0, [part], [0])) for part in parts)
     assert from_numpy == plain
 
 
@@ -226,7 +226,7 @@ def test_wrong_arguments_are_named() -> None:
         simulate(half, matrix(4, 4, "s", Replicate()))
     with pytest.raises(ArgumentError, match="a is a source too"):
         simulate(whole, whole)
-    with pytest.raises(ArgumentError, match="w: s has dtype float64, others int64"):
+    with pytest.raises(ArgumentError, match="w: s has dtype 'float64', to which 'int64' is not cast"):
         simulate(whole, {"s": held("w", (4, 4), "float64", [Box((0, 0), (4, 4))])})
     with pytest.raises(ArgumentError, match="none has other"):
         simulate(whole, {"s": held("other", (4,), "int64", [Box((0,), (4,))])})
