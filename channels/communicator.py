@@ -372,6 +372,20 @@ class Communicator(CollectiveCalls):
         calls = self._group.launches.calls
         return CallCounts(calls.made, calls.prepared)
 
+    def memory_usage(self) -> dict[str, int]:
+        """Returns the bytes of device memory that this rank has allocated for the communicator, by purpose.
+
+        The purposes are: "arrays" for the arrays of `empty` and new results, "channels" for words of semaphores and
+        rings, tables of links and counters, "experts" for layers of experts, "packets" for packets of short
+        collectives, "plans" for execution plans, "scratch" for other collectives by kernels, "staging" for
+        collectives by proxy, and "transfers" for `send` and `recv`.
+
+        The numbers are those of the requests; a driver rounds allocations up. Not counted are the memory of the
+        program, such as registered tensors, the device's context and loaded kernels, and what the proxy's process
+        allocates.
+        """
+        return self._group.device_memory.usage()
+
     @property
     def tensor_calls(self) -> TensorCalls:
         """The collectives of torch tensors that torch's backend calls."""

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 from proxyccl.channels.calls.launches import Launches
+from proxyccl.channels.device_memory import DeviceMemory
 from proxyccl.channels.handles import Inventory
 from proxyccl.channels.joining.bootstrap import Bootstrap
 from proxyccl.channels.joining.meeting import Meeting, link_hosts, meet_apart, meet_survivors, regroup
@@ -49,7 +50,7 @@ _CIRCLE_SECONDS = 0.1
 """A peer that waits this long for the end of another communicator may be waiting for this rank."""
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.25
-"""Seconds between the watcher's checks whether this rank's GPU context has been destroyed."""
+"""Seconds between the watcher's calls of `Group._look`."""
 
 
 class Shared(Protocol):
@@ -89,6 +90,7 @@ class Group:
         stream_waits: objects that own words that no proxy writes and on which this rank's streams wait.
         vain_waits: makes the group fail if this rank waits for peers that make no more calls.
         inventory: the channels and semaphores in use.
+        device_memory: allocates this rank's device memory, by purpose.
         semaphore_words: the words in which peers' kernels store counts of signals.
         symmetric: this rank's arrays that peers' kernels can access.
         lent_memory: memory of other allocators that peers can access.
@@ -110,7 +112,7 @@ class Group:
         self._meeting = meeting
         self.parent = parent
         self._shrunk = ""  # the advice in the error that a second `shrink` raises
-        self._next_context_look = 0.0
+        self._next_look = 0.0
         self._children: list[Group] = []
         self._splits: Counter[tuple[int, ...]] = Counter()
         self._one_caller = OneCaller()
@@ -127,10 +129,11 @@ class Group:
         self.launches = Launches(self.runtime, self.failure, call_log, self.rank, self.world_size)
         self.vain_waits = VainWaits(meeting, self.failure, self.launches)
         self.inventory = Inventory()
-        self.symmetric = SymmetricMemory(meeting, self.mappings, self.launches.calls)
+        self.device_memory = DeviceMemory(self.runtime, self.control)
+        self.symmetric = SymmetricMemory(meeting, self.mappings, self.launches.calls, self.device_memory)
         self.lent_memory = LentMemory(self.runtime, self.symmetric, self.launches.calls)
         self.kept: list[Shared] = []
-        self.semaphore_words = SemaphoreWords(self.runtime, self.mappings, exchange, self.keep)
+        self.semaphore_words = SemaphoreWords(self.runtime, self.device_memory, self.mappings, exchange, self.keep)
         self.stream_waits: list[StreamWaits] = []
         self._aftermath = Aftermath(
             self.rank,
@@ -143,7 +146,7 @@ class Group:
         self.runtime.in_flight.follow(self.launches)
         self._description = Description.of_this_program(self.rank, self.world_size, self.job, meeting.ways)
         of_parent = None if parent is None else parent.links
-        self.links: PeerLinks = PeerLinks(meeting, self.failure, self._description, of_parent)
+        self.links: PeerLinks = PeerLinks(meeting, self.failure, self.device_memory, self._description, of_parent)
         self._published: Published | None = None
         self._host_links: dict[int, HostLink] = {}
         self._end_pins = self.runtime.keep_pins()
@@ -258,7 +261,9 @@ class Group:
                 observer.asked()
             if (proxy := self.links.proxy_if_started) is not None:
                 proxy.check_turns(self.timeout)
-            self._look_at_context(now)
+            if now >= self._next_look:
+                self._next_look = now + _LOOK_SECONDS
+                self._look()
             return self.launches.log.count
 
         def end_waits() -> None:
@@ -293,10 +298,11 @@ class Group:
         self.exchange.guard(self.failure, self._watcher)
         self._published = self._publish()
 
-    def _look_at_context(self, now: float) -> None:
-        """Queries the driver whether an error has destroyed this process's GPU context; if so, the group fails."""
-        if self.parent is None and now >= self._next_context_look:
-            self._next_context_look = now + _LOOK_SECONDS
+    def _look(self) -> None:
+        """Publishes the account of device memory. Queries the driver whether an error has destroyed this process's GPU
+        context; if so, the group fails."""
+        self.device_memory.publish()
+        if self.parent is None:
             try:
                 self.launches.default_stream.query()
             except DriverError as error:  # `_file` ignores the errors that the driver returns while the process exits

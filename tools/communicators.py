@@ -44,6 +44,7 @@ class RankView(Message, frozen=True):
         failure: the error that has ended the communicator, as text; "" if the communicator can be used.
         failure_code: the ProxycclErrorCode of `failure`; 0 if the communicator can be used.
         leaving: whether the rank is closing the communicator.
+        memory: the rank's device memory in bytes, by purpose (`Communicator.memory_usage`), a quarter of a second old.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class RankView(Message, frozen=True):
     failure: str = ""
     failure_code: int = 0
     leaving: bool = False
+    memory: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class WaitView(Message, frozen=True):
@@ -134,6 +136,7 @@ def rank_view(publication: RankPublication) -> RankView:
         calls = {name_of(digest, _OTHERS): count for digest, count in counts_in(segment).items()}
         last = "".join(f"{describe_call(fields)['collective']} #{number}" for number, fields in calls_in(segment, 1))
         code, failure = _failure(segment)
+        memory_usage = segment.memory_usage
         try:
             leaving = segment.presence in (Presence.LEFT, Presence.STOPPED)
         except ValueError as error:
@@ -150,6 +153,7 @@ def rank_view(publication: RankPublication) -> RankView:
         failure,
         code,
         leaving,
+        memory_usage,
     )
 
 

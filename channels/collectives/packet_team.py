@@ -220,13 +220,13 @@ class PacketScratch:
     """
 
     def __init__(self, group: Group, blocks: int, most: int) -> None:
-        runtime, ranks = group.runtime, group.world_size
+        ranks = group.world_size
         self.blocks = blocks
         slots = _slots(blocks, ranks)
         self.slot_packets = min(most, SCRATCH_BYTES // (slots * PACKET_BYTES) // _LINE_THREADS * _LINE_THREADS)
-        self._scratch = allocate(group, (slots * self.slot_packets * PACKET_BYTES,), "uint8")
+        self._scratch = allocate(group, (slots * self.slot_packets * PACKET_BYTES,), "uint8", "packets")
         self._memory = register(group, self._scratch)
-        self.epochs = runtime.allocate(blocks * ffi.sizeof("uint32_t"))
+        self.epochs = group.device_memory.allocate(blocks * ffi.sizeof("uint32_t"), "packets")
 
         team = self._team = ffi.new("ProxycclPacketTeam *")
         team.rank, team.world_size, team.slot_packets = group.rank, ranks, self.slot_packets

@@ -18,7 +18,7 @@ from proxyccl.channels.sm_channel import SmSemaphores
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.errors import ResourceError
-from proxyccl.device.runtime import Memory, Runtime
+from proxyccl.device.runtime import Memory
 from proxyccl.device.sleepers import ProxiedStruct
 
 if TYPE_CHECKING:
@@ -91,11 +91,11 @@ class Links:
                     self._semaphores.fill(link.semaphore, peer, lane)
                     link.remote = ffi.cast("char *", memory.peer_ptr(peer))
 
-    def on_device(self, runtime: Runtime, before: int) -> Memory:
+    def on_device(self, group: Group, before: int) -> Memory:
         """Returns device memory that holds `before` bytes and then the table."""
         raw = bytes(ffi.buffer(self.table))
-        memory = runtime.allocate(before + len(raw))
-        runtime.copy(memory.ptr + before, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
+        memory = group.device_memory.allocate(before + len(raw), "channels")
+        group.runtime.copy(memory.ptr + before, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
         return memory
 
     def close(self) -> None:
@@ -150,7 +150,8 @@ class Team:
         outputs = round_up(2 * lanes * ranks * packet_team.PACKET_BYTES, 128)
         self._writes_outputs = self.all_mapped and members == list(range(group.world_size))
         both_ways = 2 * buffers + outputs
-        self._scratch = allocate(group, (buffers + outputs if self.all_mapped or self.pinned else both_ways,), "uint8")
+        nbytes = buffers + outputs if self.all_mapped or self.pinned else both_ways
+        self._scratch = allocate(group, (nbytes,), "uint8", "scratch")
         memory = register(group, self._scratch)
         self._pinned = PinnedRange(group, both_ways) if self.pinned else None
         self._kept = memory
@@ -159,7 +160,7 @@ class Team:
         self.proxy_channels = self._links.proxy_channels
         epochs_offset = ffi.sizeof("ProxycclTeamCounters")
         counters_bytes = round_up(epochs_offset + lanes * ffi.sizeof("uint32_t"), 128)
-        self._memory = self._links.on_device(runtime, counters_bytes)
+        self._memory = self._links.on_device(group, counters_bytes)
         team = self._team = ffi.new("ProxycclTeam *")
         team.rank, team.world_size, team.divisor = members.index(rank), ranks, ranks
         team.control = ffi.cast("ProxycclControl *", group.control.device_pointer)

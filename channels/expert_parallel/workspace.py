@@ -42,7 +42,7 @@ class ExpertWorkspace:
 
     def _share(self, nbytes: int) -> None:
         group, nodes, e = self._group, self._nodes, self.experts
-        self._workspace = allocate(group, (nbytes,), "uint8")
+        self._workspace = allocate(group, (nbytes,), "uint8", "experts")
         self._memory = memory = register(group, self._workspace)
         self._channels: dict[int, list[ProxyChannel]] = {}
         self._kept: object = None
@@ -83,7 +83,7 @@ class ExpertWorkspace:
             put(out_at + n * blocks * handle, b"".join(handles[:blocks]))
             put(back_at + n * blocks * handle, b"".join(handles[blocks : 2 * blocks]))
             put(routing_at + n * handle, b"".join(handles[2 * blocks :]))
-        self._tables = self._group.runtime.allocate(tables.end)
+        self._tables = self._group.device_memory.allocate(tables.end, "experts")
         self._group.runtime.copy(self._tables.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(image))), len(image))
 
         at = self._tables.ptr
