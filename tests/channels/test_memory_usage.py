@@ -50,3 +50,43 @@ def test_observers_see_the_memory_of_each_rank() -> None:
 
     with Ranks(2) as ranks:
         ranks.run(body)
+
+
+@pytest.mark.host_only(reason="the host runtime can be given small packets")
+def test_memory_is_allocated_for_the_first_call_that_needs_it() -> None:
+    def body(comm: Communicator) -> None:
+        steps = {
+            "barrier": comm.barrier,
+            "short": lambda: comm.all_reduce(np.ones(8, np.float32), algorithm="one_shot"),
+            "long": lambda: comm.all_reduce(np.ones(50_000, np.float32), algorithm="one_shot"),
+            "reduced": lambda: comm.all_reduce(np.ones(50_000, np.float32), algorithm="two_shot"),
+            "moved": lambda: comm.all_gather(np.ones(50_000, np.float32), algorithm="kernels"),
+        }
+        used = []
+        for step in steps.values():
+            step()
+            used.append(comm.memory_usage())
+            step()
+            assert comm.memory_usage() == used[-1]
+        barrier, short, long, reduced, moved = used
+        assert (barrier["packets"], barrier["scratch"]) == (short["scratch"], long["scratch"]) == (0, 0)
+        assert 0 < 8 * short["packets"] < long["packets"] == moved["packets"]
+        assert 0 < reduced["scratch"] < moved["scratch"]
+
+    with Ranks(2) as ranks:
+        ranks.run(body)
+
+
+def test_a_group_of_one_rank_needs_no_memory() -> None:
+    def body(comm: Communicator) -> None:
+        x = np.ones(50_000, np.float32) if comm.runtime.name == "host" else comm.empty(50_000)
+        arrays = comm.memory_usage()["arrays"]
+        for call in (comm.all_reduce, comm.all_gather, comm.all_to_all, comm.reduce_scatter):
+            call(x, out=x)
+        comm.broadcast(x, 0)
+        comm.barrier()
+        used = comm.memory_usage()
+        assert sum(used.values()) == used["arrays"] == arrays
+
+    with Ranks(1) as ranks:
+        ranks.run(body)
