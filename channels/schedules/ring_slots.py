@@ -66,7 +66,7 @@ class RingSlots:
         self.neighbours = _neighbours(group.rank, group.world_size)
         up, down = schedule_channels(group, self.neighbours, 2)  # `up`: to higher ranks, `down`: to lower ranks
         nbytes = 2 * len(self.neighbours) * slots * slot_bytes
-        self._array = allocate(group, nbytes, "uint8", "staging", symmetric=True)
+        self._array = allocate(group, nbytes, "uint8", "transfers", symmetric=True)
         self._memory = register(group, self._array)
         self._rings = ScheduleRings(group)
         self._lock = threading.Lock()
