@@ -387,10 +387,10 @@ class Communicator(CollectiveCalls):
     def memory_usage(self) -> dict[str, int]:
         """Returns the bytes of device memory that this rank has allocated for the communicator, by purpose.
 
-        The purposes are: "arrays" for the arrays of `empty` and new results, "channels" for words of semaphores and
-        rings, tables of links and counters, "experts" for layers of experts, "packets" for packets of short
-        collectives, "plans" for execution plans, "scratch" for other collectives by kernels, "staging" for
-        collectives by proxy, and "transfers" for `send` and `recv`.
+        The purposes are: "arrays" for the arrays of `empty`, "channels" for words of semaphores and rings, tables of
+        links and counters, "experts" for layers of experts, "packets" for packets of short collectives, "plans" for
+        execution plans, "results" for arrays that calls have made, "scratch" for other collectives by kernels,
+        "staging" for collectives by proxy, and "transfers" for `send` and `recv`.
 
         The numbers are those of the requests; a driver rounds allocations up. Not counted are the memory of the
         program, such as registered tensors, the device's context and loaded kernels, and what the proxy's process
@@ -476,7 +476,7 @@ class Communicator(CollectiveCalls):
             shape: dimensions; all at least 0.
             dtype: an element type by name, or numpy's or torch's.
         """
-        return allocate(self._group, shape, dtype, symmetric=True)
+        return allocate(self._group, shape, dtype, "arrays", symmetric=True)
 
     def register(self, array: Any) -> RegisteredMemory:
         """Registers an array so that peers can access it.
@@ -709,8 +709,8 @@ class Communicator(CollectiveCalls):
         The call waits for all work of the ranks' devices, and then frees the library's scratch memory, the workspaces
         of expert layers and the memory of `empty` arrays, in all processes that map them. Their addresses stay
         reserved, so arrays, registrations, channels and captured graphs stay valid for the time after `resume`.
-        Allocations of less than 1 MiB, which hold the words that kernels need, stay on the device. Arrays of other
-        libraries, such as registered torch tensors, stay as they are.
+        Allocations of less than 1 MiB, which hold the words that kernels need, and arrays that calls have made stay on
+        the device, as do arrays of other libraries, such as registered torch tensors.
 
         While a communicator is suspended, its calls raise SuspendedError. Neither graphs, kernels of the program nor
         other communicators may then use the communicator's memory. The communicator can be closed. A rank that ends

@@ -19,6 +19,11 @@ MiB, but packs short allocations.
 _DEAD: frozenset[MemoryPurpose] = frozenset({"packets", "scratch", "staging"})
 """The purposes of memory whose contents no call reads once all ranks' calls have ended (channels/DESIGN.md)."""
 
+_STAYING: frozenset[MemoryPurpose] = frozenset({"channels", "results"})
+"""The purposes of memory that is never given back: reports read the words of channels, and a program may register a
+result, whose allocation's number would change (`AllocationGuard`).
+"""
+
 Ranges = Sequence[tuple[int, int]]
 """Offset and bytes of each part of an allocation."""
 
@@ -70,7 +75,7 @@ class DeviceMemory:
         Raises:
             ResourceError: too little memory is left.
         """
-        block = self.suspendable and nbytes >= _LEAST_BLOCK and purpose != "channels"
+        block = self.suspendable and nbytes >= _LEAST_BLOCK and purpose not in _STAYING
         memory = self._runtime.allocate_block(nbytes) if block else self._runtime.allocate(nbytes)
         self._add(memory, _Piece(purpose, block, control))
         return memory

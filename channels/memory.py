@@ -65,7 +65,7 @@ def require_room(shape: tuple[int, ...], dtype: DType) -> None:
 
 
 def allocate(
-    group: Group, shape: int | Sequence[int], dtype: Any, purpose: MemoryPurpose = "arrays", *, symmetric: bool = False
+    group: Group, shape: int | Sequence[int], dtype: Any, purpose: MemoryPurpose = "results", *, symmetric: bool = False
 ) -> Array:
     """Allocates an array in device memory, for one of the purposes of `Communicator.memory_usage`. If `symmetric` is
     true, peers' kernels can access the array. See `Communicator.empty`."""

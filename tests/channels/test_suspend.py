@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from proxyccl import (
     SuspendedError,
 )
 from support.device_arrays import barrier, on_device, on_host
+from support.paths import PROGRAMS
+from support.processes import run_processes
 from support.ranks import Ranks
 
 MIB = 1 << 20
@@ -228,3 +231,10 @@ def test_a_failure_while_suspended_is_noticed() -> None:
 
     with Ranks(2, suspendable=True) as ranks:
         ranks.run(body)
+
+
+def test_a_rank_that_dies_while_suspended_is_noticed_and_the_others_go_on() -> None:
+    survivor, victim = run_processes(2, PROGRAMS / "asleep.py")
+    assert victim.returncode == -signal.SIGKILL
+    assert survivor.returncode == 0, survivor.stderr
+    assert survivor.stdout.splitlines() == ["noticed while suspended", "lost rank 1", f"alone: 3.0 {MIB}"]
