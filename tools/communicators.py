@@ -22,6 +22,7 @@ from proxyccl.proxy.codec import Message
 from proxyccl.proxy.observe.segment import open_published
 from proxyccl.proxy.processes import is_stopped, start_of
 
+_MIB = 1 << 20
 _OTHERS = "other collectives"
 """The name for calls of collectives beyond the PROXYCCL_CALL_KINDS that are counted separately."""
 
@@ -114,6 +115,21 @@ def communicators() -> list[CommunicatorView]:
             ranks = tuple(seen[rank] for rank in sorted(seen))
             found.append(CommunicatorView(name, first.description.program, first.description.world_size, ranks))
     return found
+
+
+def memory_text(job: str | None = None) -> str:
+    """Returns a line for each rank that has device memory, of the communicator called `job` or of all, with its bytes
+    by purpose; "" if no rank has any.
+    """
+    lines = []
+    for each in communicators():
+        for rank in each.present if job in (None, each.name) else ():
+            parts = sorted(rank.memory.items(), key=lambda part: -part[1])
+            if parts:
+                purposes = ", ".join(f"{purpose} {nbytes / _MIB:.1f}" for purpose, nbytes in parts)
+                total = sum(rank.memory.values()) / _MIB
+                lines.append(f"{each.name}, rank {rank.rank}: {total:.1f} MiB of device memory ({purposes})")
+    return "\n".join(lines)
 
 
 def _with_missing(first: RankPublication, seen: dict[int, RankView]) -> dict[int, RankView]:

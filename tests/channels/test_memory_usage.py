@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator
-from proxyccl.tools.communicators import communicators
+from proxyccl.tools.communicators import communicators, memory_text
 from support.device_arrays import on_device
 from support.ranks import Ranks, collect_garbage
 
@@ -46,6 +46,9 @@ def test_observers_see_the_memory_of_each_rank() -> None:
         comm.all_gather_bytes(b"")
         views = {rank.rank: rank for each in communicators() if each.name == comm.job for rank in each.ranks}
         assert {rank: view.memory["arrays"] for rank, view in views.items()} == {0: 1000, 1: 2000}
+        lines = memory_text(comm.job).splitlines()
+        assert lines == [f"{comm.job}, rank {rank}: 0.0 MiB of device memory (arrays 0.0)" for rank in range(2)]
+        assert memory_text("another") == ""
         comm.all_gather_bytes(b"")
 
     with Ranks(2) as ranks:
