@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from proxyccl.channels import array_libraries, program_exit, proxy_channel, sm_channel
 from proxyccl.channels.collective_calls import CollectiveCalls
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.request import Standing, requested_invariance, requested_policy
+from proxyccl.channels.collectives.request import INVARIANT, SUSPENDABLE, Standing, flag_from, requested_policy
 from proxyccl.channels.collectives.tensor_calls import TensorCalls
 from proxyccl.channels.group import Group
 from proxyccl.channels.handles import ChannelSet
@@ -41,6 +41,7 @@ from proxyccl.device.errors import (
     ProxyCCLError,
     ResourceError,
     RuntimeUnavailableError,
+    SuspendedError,
 )
 from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.runtime import Runtime, StreamLike
@@ -117,14 +118,17 @@ class Communicator(CollectiveCalls):
             on the ranks' values of this element and on the group, and not on the array's size, the element's index, or
             the algorithm. If True, the library uses only algorithms that add in the same order, and refuses other
             algorithms. All ranks pass the same `invariant`. None for ``PROXYCCL_INVARIANT``, else False.
+        suspendable: whether `suspend` may be called. If True, device memory of 1 MiB and more consists of blocks that
+            can be unmapped (on CUDA, of the driver's virtual memory management, whose blocks are multiples of 2 MiB).
+            All ranks pass the same `suspendable`. None for ``PROXYCCL_SUSPENDABLE``, else False.
         linger: seconds that the exiting process waits, without a report, for ranks that have not closed the
             communicator. With None, the process waits for `timeout` seconds, and then reports the missing ranks.
 
     Raises:
-        ArgumentError: an argument is wrong, or ranks disagree on the runtime, the nodes, the transports, the policy or
-            `invariant`.
-        RuntimeUnavailableError: the machine does not offer the runtime, no remote transport connects two nodes, or the
-            requested node daemon does not run.
+        ArgumentError: an argument is wrong, or ranks disagree on the runtime, the nodes, the transports, the policy,
+            `invariant` or `suspendable`.
+        RuntimeUnavailableError: the machine does not offer the runtime, no remote transport connects two nodes, the
+            requested node daemon does not run, or the runtime can't suspend memory (on AMD GPUs).
         WaitTimeoutError: not all ranks arrived within the time.
     """
 
@@ -147,6 +151,7 @@ class Communicator(CollectiveCalls):
         fabric: FabricOptions | None = None,
         cta_policy: str | None = None,
         invariant: bool | None = None,
+        suspendable: bool | None = None,
         linger: float | None = None,
     ) -> None:
         warn_of_unknown()
@@ -157,7 +162,9 @@ class Communicator(CollectiveCalls):
         _require_instance("fabric", fabric, FabricOptions)
         if not isinstance(runtime, str | None) and not hasattr(runtime, "activate"):
             raise ArgumentError("runtime", f"must be a name, a Runtime or None, not {runtime!r}")
-        standing = Standing(requested_policy(cta_policy), requested_invariance(invariant))
+        may_suspend = flag_from(suspendable, "suspendable", SUSPENDABLE)
+        bits = flag_from(invariant, "invariant", INVARIANT)
+        standing = Standing(requested_policy(cta_policy), bits, may_suspend)
         limit_of_environment()  # raises an error for a wrong value before the ranks connect
         proxies = ProxyOptions(requested_place(proxy), fifos, proxy_threads, fifo_size, idle, proxy_cores)
         bounded = timeout_from(timeout)
@@ -166,7 +173,7 @@ class Communicator(CollectiveCalls):
         transports = TransportOptions(
             rdma or RdmaOptions.from_environment(), fabric or FabricOptions.from_environment()
         )
-        options = Options(proxies, transports, transport, local_world_size, linger)
+        options = Options(proxies, transports, transport, local_world_size, linger, may_suspend)
         joined, made_here = as_bootstrap(bootstrap)
         meeting = meet(joined, runtime, options, owns_bootstrap=made_here, timeout=bounded, device=device)
         self._open(Group(meeting), standing)
@@ -235,7 +242,7 @@ class Communicator(CollectiveCalls):
                 raise ArgumentError("bootstrap", f"{expecting}, and has {place}")
         standing = self._collectives.standing
         if invariant is not None:
-            standing = replace(standing, invariant=requested_invariance(invariant))
+            standing = replace(standing, invariant=flag_from(invariant, "invariant", INVARIANT))
         part = object.__new__(Communicator)
         part._open(self._group.split(members, bounded, bootstrap), standing)
         return part
@@ -252,7 +259,8 @@ class Communicator(CollectiveCalls):
         call closes it; otherwise this communicator stays usable, and closing it does not affect the new one. The new
         communicator keeps the device, compiled kernels, and the mappings of the other ranks' memory, and uses arrays of
         `empty` in place. Registered arrays are also used in place if all ranks share a host; registering an array again
-        needs no new mapping. Channels must be made anew, because a failure leaves their counts of signals undefined.
+        needs no new mapping. Channels must be made anew, because a failure leaves their counts of signals undefined. If
+        this communicator failed while it was suspended, its arrays of `empty` are lost.
 
         Args:
             exclude: ranks to leave out; the same on all callers.
@@ -264,6 +272,7 @@ class Communicator(CollectiveCalls):
             ExcludedError: this rank arrived too late, and the other ranks continued without this rank.
             MismatchError: a rank passed a different `exclude`. Further calls of `shrink` on this communicator fail.
             ClosedError: this communicator is closed, or was shrunk before.
+            SuspendedError: this communicator is suspended and has not failed.
             PeerLostError: ranks were lost in each of the call's attempts.
             ResourceError: this process has too few file descriptors left. This communicator is closed, and the other
                 ranks continue without this rank.
@@ -272,6 +281,8 @@ class Communicator(CollectiveCalls):
         self._group.failure.require_own_process()
         if self.closed:
             raise ClosedError("the communicator is closed; expected `shrink` before `close`")
+        if self.suspended and not self._group.failure.aborted:
+            raise SuspendedError("the communicator is suspended; expected `resume` before `shrink`")
         excluded = as_ranks(self.world_size, exclude, "exclude")
         if self.rank in excluded:
             raise ArgumentError(
@@ -285,7 +296,8 @@ class Communicator(CollectiveCalls):
             self._group.failure.abort(f"shrink: {error}")
             self._group.close()
             raise
-        shrunk._group.symmetric.inherit(self._group.symmetric)
+        if not self.suspended:  # the arrays of a communicator that failed while it was suspended have no memory
+            shrunk._group.symmetric.inherit(self._group.symmetric)
         if self._group.failure.aborted:
             self._group.close()
         try:
@@ -372,6 +384,20 @@ class Communicator(CollectiveCalls):
         calls = self._group.launches.calls
         return CallCounts(calls.made, calls.prepared)
 
+    def memory_usage(self) -> dict[str, int]:
+        """Returns the bytes of device memory that this rank has allocated for the communicator, by purpose.
+
+        The purposes are: "arrays" for the arrays of `empty`, "channels" for words of semaphores and rings, tables of
+        links and counters, "experts" for layers of experts, "packets" for packets of short collectives, "plans" for
+        execution plans, "results" for arrays that calls have made, "scratch" for other collectives by kernels,
+        "staging" for collectives by proxy, and "transfers" for `send` and `recv`.
+
+        The numbers are those of the requests; a driver rounds allocations up. Not counted are the memory of the
+        program, such as registered tensors, the device's context and loaded kernels, and what the proxy's process
+        allocates.
+        """
+        return self._group.device_memory.usage()
+
     @property
     def tensor_calls(self) -> TensorCalls:
         """The collectives of torch tensors that torch's backend calls."""
@@ -450,7 +476,7 @@ class Communicator(CollectiveCalls):
             shape: dimensions; all at least 0.
             dtype: an element type by name, or numpy's or torch's.
         """
-        return allocate(self._group, shape, dtype, symmetric=True)
+        return allocate(self._group, shape, dtype, "arrays", symmetric=True)
 
     def register(self, array: Any) -> RegisteredMemory:
         """Registers an array so that peers can access it.
@@ -669,6 +695,50 @@ class Communicator(CollectiveCalls):
         rank.
         """
         return self._group.links.transport(as_rank(self.world_size, peer, "peer"))
+
+    # -- sleep ---
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the communicator is suspended."""
+        return self._group.failure.suspended
+
+    def suspend(self, *, save: bool = True) -> None:
+        """Gives the communicator's device memory back to the device until `resume`. All ranks call this together.
+
+        The call waits for all work of the ranks' devices, and then frees the library's scratch memory, the workspaces
+        of expert layers and the memory of `empty` arrays, in all processes that map them. Their addresses stay
+        reserved, so arrays, registrations, channels and captured graphs stay valid for the time after `resume`.
+        Allocations of less than 1 MiB, which hold the words that kernels need, and arrays that calls have made stay on
+        the device, as do arrays of other libraries, such as registered torch tensors.
+
+        While a communicator is suspended, its calls raise SuspendedError. Neither graphs, kernels of the program nor
+        other communicators may then use the communicator's memory. The communicator can be closed. A rank that ends
+        makes it fail, as always. Communicators that were split from this one are not suspended with it, nor are arrays
+        that it took over by `shrink` or `grow`.
+
+        Args:
+            save: whether to keep the contents of `empty` arrays and of experts' outputs, in host memory. If False,
+                their contents are undefined after `resume`. The same on all ranks.
+
+        Raises:
+            RuntimeUnavailableError: the communicator was not made with `suspendable`, or remote transports connect some
+                of its ranks.
+            SuspendedError: the communicator is suspended already.
+            CommunicatorError: a rank failed during the call.
+        """
+        self._group.suspend(save=as_flag(save, "save"))
+
+    def resume(self) -> None:
+        """Allocates device memory again at the same addresses, after `suspend`. All ranks call this together.
+
+        Raises:
+            SuspendedError: the communicator is not suspended.
+            ResourceError: the device of some rank has too little memory left. All ranks raise this error, and the
+                communicator stays suspended.
+            CommunicatorError: a rank failed while the communicator was suspended, or during the call.
+        """
+        self._group.resume()
 
     # -- end ---
 

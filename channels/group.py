@@ -8,9 +8,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from proxyccl.channels.calls.launches import Launches
+from proxyccl.channels.device_memory import DeviceMemory
 from proxyccl.channels.handles import Inventory
 from proxyccl.channels.joining.bootstrap import Bootstrap
 from proxyccl.channels.joining.meeting import Meeting, link_hosts, meet_apart, meet_survivors, regroup
@@ -35,6 +36,9 @@ from proxyccl.device.errors import (
     DriverError,
     KernelError,
     ProxyCCLError,
+    ResourceError,
+    RuntimeUnavailableError,
+    SuspendedError,
     WaitTimeoutError,
 )
 from proxyccl.device.memory.descriptors import naming_exhaustion
@@ -43,13 +47,14 @@ from proxyccl.device.process import forks
 from proxyccl.device.process.interrupts import in_handler
 from proxyccl.device.process.threads import Thread
 from proxyccl.device.runtime import StreamLike
+from proxyccl.proxy.codec import Codec, Message, Uint64
 from proxyccl.proxy.observe.publications import Description
 
 _CIRCLE_SECONDS = 0.1
 """A peer that waits this long for the end of another communicator may be waiting for this rank."""
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.25
-"""Seconds between the watcher's checks whether this rank's GPU context has been destroyed."""
+"""Seconds between the watcher's calls of `Group._look`."""
 
 
 class Shared(Protocol):
@@ -67,6 +72,17 @@ class StreamWaits(Protocol):
 
     def release_streams(self) -> None:
         """Sets the words so that no stream waits for them, now or later."""
+
+
+class _Blocks(Message, frozen=True):
+    """The addresses of the blocks that a rank suspends, and the token of the rank's process."""
+
+    process: bytes
+    bases: list[Uint64]
+
+
+_BLOCKS = Codec(_Blocks, 16 << 20, name="suspended blocks")
+_REASON = Codec[str](str, 64 << 10, name="reason not to resume")
 
 
 class Group:
@@ -89,6 +105,7 @@ class Group:
         stream_waits: objects that own words that no proxy writes and on which this rank's streams wait.
         vain_waits: makes the group fail if this rank waits for peers that make no more calls.
         inventory: the channels and semaphores in use.
+        device_memory: allocates this rank's device memory, by purpose.
         semaphore_words: the words in which peers' kernels store counts of signals.
         symmetric: this rank's arrays that peers' kernels can access.
         lent_memory: memory of other allocators that peers can access.
@@ -110,7 +127,7 @@ class Group:
         self._meeting = meeting
         self.parent = parent
         self._shrunk = ""  # the advice in the error that a second `shrink` raises
-        self._next_context_look = 0.0
+        self._next_look = 0.0
         self._children: list[Group] = []
         self._splits: Counter[tuple[int, ...]] = Counter()
         self._one_caller = OneCaller()
@@ -127,11 +144,16 @@ class Group:
         self.launches = Launches(self.runtime, self.failure, call_log, self.rank, self.world_size)
         self.vain_waits = VainWaits(meeting, self.failure, self.launches)
         self.inventory = Inventory()
-        self.symmetric = SymmetricMemory(meeting, self.mappings, self.launches.calls)
+        suspendable = meeting.options.suspendable
+        if suspendable and not self.runtime.can_suspend:
+            raise RuntimeUnavailableError(f"suspendable: {self.runtime.name} can't suspend memory")
+        self.device_memory = DeviceMemory(self.runtime, self.control, suspendable=suspendable)
+        self.symmetric = SymmetricMemory(meeting, self.mappings, self.launches.calls, self.device_memory)
         self.lent_memory = LentMemory(self.runtime, self.symmetric, self.launches.calls)
         self.kept: list[Shared] = []
-        self.semaphore_words = SemaphoreWords(self.runtime, self.mappings, exchange, self.keep)
+        self.semaphore_words = SemaphoreWords(self.runtime, self.device_memory, self.mappings, exchange, self.keep)
         self.stream_waits: list[StreamWaits] = []
+        self._suspended_blocks: list[_Blocks] = []
         self._aftermath = Aftermath(
             self.rank,
             self.control,
@@ -143,7 +165,7 @@ class Group:
         self.runtime.in_flight.follow(self.launches)
         self._description = Description.of_this_program(self.rank, self.world_size, self.job, meeting.ways)
         of_parent = None if parent is None else parent.links
-        self.links: PeerLinks = PeerLinks(meeting, self.failure, self._description, of_parent)
+        self.links: PeerLinks = PeerLinks(meeting, self.failure, self.device_memory, self._description, of_parent)
         self._published: Published | None = None
         self._host_links: dict[int, HostLink] = {}
         self._end_pins = self.runtime.keep_pins()
@@ -258,7 +280,9 @@ class Group:
                 observer.asked()
             if (proxy := self.links.proxy_if_started) is not None:
                 proxy.check_turns(self.timeout)
-            self._look_at_context(now)
+            if now >= self._next_look:
+                self._next_look = now + _LOOK_SECONDS
+                self._look()
             return self.launches.log.count
 
         def end_waits() -> None:
@@ -293,10 +317,11 @@ class Group:
         self.exchange.guard(self.failure, self._watcher)
         self._published = self._publish()
 
-    def _look_at_context(self, now: float) -> None:
-        """Queries the driver whether an error has destroyed this process's GPU context; if so, the group fails."""
-        if self.parent is None and now >= self._next_context_look:
-            self._next_context_look = now + _LOOK_SECONDS
+    def _look(self) -> None:
+        """Publishes the account of device memory. Queries the driver whether an error has destroyed this process's GPU
+        context; if so, the group fails."""
+        self.device_memory.publish()
+        if self.parent is None:
             try:
                 self.launches.default_stream.query()
             except DriverError as error:  # `_file` ignores the errors that the driver returns while the process exits
@@ -385,6 +410,76 @@ class Group:
         """Asks the other ranks of this host to write their reports."""
         for segment in self._segments.values():
             segment.request_report()
+
+    # -- giving memory back for a while ---
+
+    def suspend(self, *, save: bool) -> None:
+        """Gives this group's device memory back on all ranks, which call this together. See `Communicator.suspend`."""
+        self.failure.require_usable()
+        if not self.device_memory.suspendable:
+            raise RuntimeUnavailableError("suspend: expected a communicator that was made with suspendable=True")
+        if self.topology.has_remote_pairs():
+            raise RuntimeUnavailableError("suspend: memory that network devices have registered can't be given back")
+        self.failure.suspend()
+        try:
+            self.launches.recheck_next_call()
+            self.launches.wait_for_launchers()
+            self.synchronize()
+            self.links.drain()
+            own = _Blocks(forks.here().token, self.device_memory.choose())
+            every = self.exchange.all_gather(own, _BLOCKS, "suspend: all work is done")
+            self.symmetric.update(wait=True)  # maps all announced memory, because suspended memory can't be mapped
+            self.exchange.barrier("suspend: all announced memory is mapped")
+            self._suspended_blocks = every
+            self.device_memory.save(arrays=save)
+            self._in_proxy_and_here("suspend_mappings")
+            self.exchange.barrier("suspend: all ranks have unmapped it")
+            self.device_memory.suspend()
+        except BaseException as error:
+            self._give_up_suspending("suspend", error)
+            raise
+
+    def resume(self) -> None:
+        """Undoes `suspend` on all ranks, which call this together. See `Communicator.resume`."""
+        self.failure.check()
+        if not self.failure.suspended:
+            self.failure.require_usable()
+            raise SuspendedError("the communicator is not suspended")
+        reason = ""
+        try:
+            try:
+                self.device_memory.resume()
+            except ResourceError as error:
+                reason = str(error)
+            reasons = self.exchange.all_gather(reason, _REASON, "resume: memory is allocated")
+            lacking = [f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why]
+            if not lacking:
+                self._in_proxy_and_here("resume_mappings")
+                self.exchange.barrier("resume: all ranks have mapped it")
+            elif not reason:
+                self.device_memory.suspend()
+        except BaseException as error:
+            self._give_up_suspending("resume", error)
+            raise
+        if lacking:
+            raise ResourceError(f"resume: the communicator stays suspended; {'; '.join(lacking)}")
+        self.device_memory.finish()
+        self._suspended_blocks = []
+        self.failure.resume()
+        self.launches.recheck_next_call()
+
+    def _in_proxy_and_here(self, method: Literal["suspend_mappings", "resume_mappings"]) -> None:
+        """Unmaps or maps the ranks' blocks in this process, and in the process of this rank's proxy."""
+        proxy = self.links.proxy_if_started
+        for blocks in self._suspended_blocks:
+            getattr(self.runtime, method)(blocks.process, blocks.bases)
+            if proxy is not None:
+                getattr(proxy, method)(blocks.process, blocks.bases)
+
+    def _give_up_suspending(self, operation: str, error: BaseException) -> None:
+        """Makes the group fail, because some ranks' memory may be mapped and others' not."""
+        if not self.failure.aborted:
+            self.failure.abort(f"{operation}: {type(error).__name__}: {error}")
 
     # -- the end ---
 

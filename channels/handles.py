@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar, overload
 
+from proxyccl.channels.device_memory import DeviceMemory
 from proxyccl.device._native import ffi
 from proxyccl.device.arguments.integers import find_integer
 from proxyccl.device.errors import ArgumentError
@@ -42,14 +43,16 @@ class HandleArray:
         handle_kind: the ProxycclHandleKind of the handles, which a kernel's parameter must have.
     """
 
-    def __init__(self, runtime: Runtime, kind: int, handles: Sequence[bytes], kept: object) -> None:
+    def __init__(
+        self, runtime: Runtime, device_memory: DeviceMemory, kind: int, handles: Sequence[bytes], kept: object
+    ) -> None:
         self.handle_kind = kind
         self._count = len(handles)
         self._kept = kept
         self._memory: Memory | None = None
         raw = b"".join(handles)
         if raw:
-            self._memory = runtime.allocate(len(raw))
+            self._memory = device_memory.allocate(len(raw), "channels")
             runtime.copy(self._memory.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
 
     def __len__(self) -> int:
@@ -126,14 +129,21 @@ class ChannelSet(Sequence[C], Generic[C]):
         handle_kind: the ProxycclHandleKind of their handles, which a kernel's parameter must have.
     """
 
-    def __init__(self, runtime: Runtime, kind: type[C], channels: list[C], kept: tuple[object, ...]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        device_memory: DeviceMemory,
+        kind: type[C],
+        channels: list[C],
+        kept: tuple[object, ...],
+    ) -> None:
         self.kind = kind
         self.handle_kind = kind.handle_kind
-        self._runtime, self._kept = runtime, kept
+        self._runtime, self._device_memory, self._kept = runtime, device_memory, kept
         self._channels = channels
         self._by_peer = {channel.peer: channel for channel in channels}
         handles = [channel.device_handle for channel in channels]
-        self._handles = HandleArray(runtime, self.handle_kind, handles, kept)
+        self._handles = HandleArray(runtime, device_memory, self.handle_kind, handles, kept)
         for i, channel in enumerate(channels):
             channel.device_pointer = self._handles.device_pointer + i * len(handles[i])
             channel.keep((*kept, self._handles))
@@ -174,7 +184,7 @@ class ChannelSet(Sequence[C], Generic[C]):
     def semaphores(self) -> HandleArray:
         """The semaphores in the order of the channels, for a kernel that takes a pointer to semaphores."""
         handles = [channel.semaphore.device_handle for channel in self._channels]
-        return HandleArray(self._runtime, self.kind.semaphore_kind, handles, self._kept)
+        return HandleArray(self._runtime, self._device_memory, self.kind.semaphore_kind, handles, self._kept)
 
     def __repr__(self) -> str:
         return f"<{len(self)} channels to ranks {self.peers}>"

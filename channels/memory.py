@@ -15,6 +15,7 @@ import msgspec
 from proxyccl.channels.calls._calls import NAMED_BY_PROXIES, RECEIVED_BY_PROXIES
 from proxyccl.channels.group import Group
 from proxyccl.channels.ranks import as_rank
+from proxyccl.channels.segment.control import MemoryPurpose
 from proxyccl.channels.symmetric import Announced
 from proxyccl.device.arguments.integers import find_extents, find_integer
 from proxyccl.device.arrays import libraries
@@ -63,9 +64,11 @@ def require_room(shape: tuple[int, ...], dtype: DType) -> None:
         raise ResourceError(f"can't allocate {shape} of {dtype}: no memory has more than {MOST_BYTES} bytes")
 
 
-def allocate(group: Group, shape: int | Sequence[int], dtype: Any, *, symmetric: bool = False) -> Array:
-    """Allocates an array in device memory. If `symmetric` is true, peers' kernels can access the array. See
-    `Communicator.empty`."""
+def allocate(
+    group: Group, shape: int | Sequence[int], dtype: Any, purpose: MemoryPurpose = "results", *, symmetric: bool = False
+) -> Array:
+    """Allocates an array in device memory, for one of the purposes of `Communicator.memory_usage`. If `symmetric` is
+    true, peers' kernels can access the array. See `Communicator.empty`."""
     group.failure.require_usable()
     given = find_extents(shape)
     found = None if given is None else [find_integer(n) for n in given]
@@ -77,8 +80,8 @@ def allocate(group: Group, shape: int | Sequence[int], dtype: Any, *, symmetric:
     element: DType = as_dtype(dtype)
     require_room(dims, element)
     nbytes = element.itemsize * math.prod(dims)
-    take = group.symmetric.allocate if symmetric else group.runtime.allocate
-    array = Array(group.runtime, take(max(nbytes, 1)), dims, element)
+    take = group.symmetric.allocate if symmetric else group.device_memory.allocate
+    array = Array(group.runtime, take(max(nbytes, 1), purpose), dims, element)
     array.address = array.ptr
     return array
 

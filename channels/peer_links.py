@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from proxyccl.channels.device_memory import DeviceMemory
 from proxyccl.channels.joining.meeting import Meeting
 from proxyccl.channels.joining.topology import RankInfo
 from proxyccl.channels.liveness.failure import FailureState
@@ -60,12 +61,17 @@ class PeerLinks:
     """
 
     def __init__(
-        self, meeting: Meeting, failure: FailureState, description: Description, whole: PeerLinks | None
+        self,
+        meeting: Meeting,
+        failure: FailureState,
+        device_memory: DeviceMemory,
+        description: Description,
+        whole: PeerLinks | None,
     ) -> None:
         self._runtime, self._control, self._segments = meeting.runtime, meeting.control, meeting.segments
         self._exchange, self._failure, self._options = meeting.exchange, failure, meeting.options.proxy
         self.place, self.topology = meeting.place, meeting.topology
-        self._description, self._whole = description, whole
+        self._device_memory, self._description, self._whole = device_memory, description, whole
         self._lock = threading.RLock()
         self._proxy: Proxy | None = None
         devices = {info.device_id for info in self._of_host()}
@@ -113,6 +119,8 @@ class PeerLinks:
             if self._proxy is None:
                 self._failure.require_usable()
                 self._proxy = self._start()
+                for ring in self._proxy.rings:
+                    self._device_memory.add(ring.device_memory, "channels")
             return self._proxy
 
     def _start(self) -> Proxy:

@@ -14,7 +14,7 @@ from proxyccl.channels.segment.rendezvous import wait_at_most
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.errors import WaitTimeoutError
-from proxyccl.device.runtime import Runtime, StreamLike
+from proxyccl.device.runtime import StreamLike
 from proxyccl.proxy._engine import ffi as engine
 from proxyccl.proxy._engine import lib as engine_lib
 from proxyccl.proxy.codec import Codec
@@ -207,7 +207,7 @@ def connect_handles(
         for _ in range(count):
             ids[peer].append(service.reserve_channel(opened[peer][1]))
     answers = group.exchange.all_gather(ids, _CHANNEL_IDS, "proxy_channels")
-    expected = group.runtime.allocate(max(1, len(peers) * count) * _LINE)
+    expected = group.device_memory.allocate(max(1, len(peers) * count) * _LINE, "channels")
 
     channels: dict[int, list[ProxyChannel]] = {}
     for p, peer in enumerate(peers):
@@ -259,8 +259,8 @@ def connect(group: Group, dst: RegisteredMemory, src: RegisteredMemory, peers: l
     """Connects one channel to each of `peers`. See `Communicator.proxy_channels`."""
     with group.exchange.telling():
         channels, kept = connect_handles(group, dst, src, peers, 1)
-    runtime: Runtime = group.runtime
-    return ChannelSet(runtime, ProxyChannel, [channels[peer][0] for peer in peers], (kept, dst, src))
+    made = [channels[peer][0] for peer in peers]
+    return ChannelSet(group.runtime, group.device_memory, ProxyChannel, made, (kept, dst, src))
 
 
 PortChannel = ProxyChannel

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
+from proxyccl.channels.device_memory import DeviceMemory
 from proxyccl.channels.joining.exchange import Exchange
 from proxyccl.device._native import ffi
 from proxyccl.device.memory.handle_cache import HandleCache
@@ -64,14 +65,21 @@ class SemaphoreWords:
     may signal. An offer of new words also lists the words that the offering rank has dropped.
 
     Args:
+        device_memory: allocates this rank's memory.
         mappings: maps the memory of peers, which stays mapped until `mappings` is closed.
         keep: keeps this rank's memory until the group is released.
     """
 
     def __init__(
-        self, runtime: Runtime, mappings: HandleCache, exchange: Exchange, keep: Callable[[Memory], object]
+        self,
+        runtime: Runtime,
+        device_memory: DeviceMemory,
+        mappings: HandleCache,
+        exchange: Exchange,
+        keep: Callable[[Memory], object],
     ) -> None:
         self._runtime, self._mappings, self._exchange, self._keep = runtime, mappings, exchange, keep
+        self._device_memory = device_memory
         self._block: _Block | None = None
         self._used = 0  # bytes of the current block
         self._exported: list[bytes] = []  # the handles of all blocks
@@ -123,7 +131,7 @@ class SemaphoreWords:
             self._runtime.copy(part.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(zeros))), nbytes)
             return part
         if self._block is None or self._used + nbytes > self._block.memory.nbytes:
-            memory = self._runtime.allocate(max(nbytes, _BLOCK))
+            memory = self._device_memory.allocate(max(nbytes, _BLOCK), "channels")
             self._keep(memory)
             self._exported.append(self._runtime.export(memory.ptr, memory.nbytes))
             self._block, self._used = _Block(memory, self._exported[-1]), 0

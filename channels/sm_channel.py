@@ -8,7 +8,6 @@ from proxyccl.channels.group import Group
 from proxyccl.channels.handles import Channel, ChannelSet
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.runtime import Runtime
 
 _LINE = 128  # one cache line per word, so that accesses for different peers don't share lines
 
@@ -38,7 +37,7 @@ class SmSemaphores:
         self._places = {peer: place for place, peer in enumerate(self._members)}
         self._ranks, self._count = len(self._members), count
         self._nbytes = self._ranks * count * _LINE
-        self._local = group.runtime.allocate(2 * self._nbytes)
+        self._local = group.device_memory.allocate(2 * self._nbytes, "channels")
         self._rank = group.rank
         words = group.semaphore_words
         self._inbound, offers = words.make(self._nbytes, self)
@@ -104,8 +103,7 @@ def connect(
         handle.packet_buffer_bytes = packet_buffer.nbytes
         handle.peer, handle.channel = peer, number
         channels.append(SmChannel(peer, handle))
-    runtime: Runtime = group.runtime
-    return ChannelSet(runtime, SmChannel, channels, (semaphores, dst, src, packet_buffer))
+    return ChannelSet(group.runtime, group.device_memory, SmChannel, channels, (semaphores, dst, src, packet_buffer))
 
 
 MemoryChannel = SmChannel

@@ -18,6 +18,7 @@ from collections import deque
 from msgspec import Struct, field
 
 from proxyccl.channels.calls._calls import NAMED_BY_PROXIES, RECEIVED_BY_PROXIES, Calls
+from proxyccl.channels.device_memory import DeviceMemory
 from proxyccl.channels.joining.meeting import Meeting
 from proxyccl.channels.segment.announcements import (
     ENTRIES,
@@ -27,6 +28,7 @@ from proxyccl.channels.segment.announcements import (
     UNREACHED,
     Announcements,
 )
+from proxyccl.channels.segment.control import MemoryPurpose
 from proxyccl.device.errors import ProxyCCLError, ResourceError
 from proxyccl.device.memory.allocation_guard import AllocationGuard
 from proxyccl.device.memory.handle_cache import HandleCache
@@ -167,14 +169,16 @@ class SymmetricMemory:
         meeting: the ranks.
         mappings: maps the memory of peers.
         calls: the calls of the group, whose table of ranges this object updates.
+        device_memory: allocates this rank's memory.
 
     Attributes:
         offered: whether this rank's announcements reach all ranks: the ranks share a host, and are at most MOST_RANKS.
         freed: a queue of the addresses of lent ranges that their owners have freed.
     """
 
-    def __init__(self, meeting: Meeting, mappings: HandleCache, calls: Calls) -> None:
+    def __init__(self, meeting: Meeting, mappings: HandleCache, calls: Calls, device_memory: DeviceMemory) -> None:
         self._runtime, self._mappings, self._calls = meeting.runtime, mappings, calls
+        self._device_memory = device_memory
         self._own = meeting.control.announcements
         self._topology, self._rank = meeting.topology, meeting.topology.rank
         peers = {peer: segment.announcements for peer, segment in meeting.segments.items()}
@@ -201,21 +205,22 @@ class SymmetricMemory:
         self._seen = dict.fromkeys(peers, 0)  # the change count of each peer's table when last handled
         self._handled: dict[tuple[int, int], _Handled] = {}  # by peer and entry number
 
-    def allocate(self, nbytes: int, *, reserved: bool = False) -> Memory:
+    def allocate(self, nbytes: int, purpose: MemoryPurpose, *, reserved: bool = False) -> Memory:
         """Returns device memory, and announces it unless the table is full or peers can't map the memory.
 
         Args:
+            purpose: the purpose in the account of the group's memory.
             reserved: whether to allow one of the entries that are reserved for staging memory.
 
         Raises:
             ResourceError: the device has no memory left.
         """
         try:
-            memory = self._runtime.allocate(nbytes)
+            memory = self._device_memory.allocate(nbytes, purpose)
         except ResourceError:
             if not self.let_go_withdrawn():
                 raise
-            memory = self._runtime.allocate(nbytes)
+            memory = self._device_memory.allocate(nbytes, purpose)
         announced = self.announce(memory.ptr, nbytes, memory, reserved=reserved)
         if announced is None:
             return memory

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -296,6 +296,47 @@ class BaseRuntime(Protocol):
 
     def allocate(self, nbytes: int) -> Memory:
         """Allocates zeroed device memory that can be exported. Raises ResourceError if too little memory is left."""
+
+    @property
+    def can_suspend(self) -> bool:
+        """Whether the memory of `allocate_block` can be suspended."""
+        return False
+
+    def allocate_block(self, nbytes: int) -> Memory:
+        """Allocates zeroed device memory, like `allocate`, that `suspend` can give back temporarily. A GPU's driver
+        rounds `nbytes` up to 2 MiB. Requires `can_suspend`.
+        """
+        return self.allocate(nbytes)
+
+    def suspend(self, blocks: Sequence[Memory]) -> None:
+        """Gives memory of `allocate_block` back to the device. The contents are lost, and the addresses stay reserved.
+
+        No work may still use the memory, and all processes that map it must have called `suspend_mappings`. The memory
+        can be closed while it is suspended.
+        """
+        return
+
+    def resume(self, blocks: Sequence[Memory]) -> None:
+        """Allocates memory again, zeroed, at the addresses of suspended memory. Raises ResourceError if too little
+        memory is left; all of `blocks` then stay suspended.
+        """
+        return
+
+    def suspend_mappings(self, process: bytes, bases: Collection[int]) -> None:
+        """Unmaps memory from `open` that lies in a process's blocks. The addresses stay reserved. Further calls do
+        nothing.
+
+        Args:
+            process: the token of the process that allocated the blocks.
+            bases: the blocks' addresses in that process.
+        """
+        return
+
+    def resume_mappings(self, process: bytes, bases: Collection[int]) -> None:
+        """Undoes `suspend_mappings`, after the process has resumed the blocks. Raises ArgumentError if the memory can't
+        be mapped.
+        """
+        return
 
     def share_across_namespaces(self) -> None:
         """Makes later calls of `allocate` return memory that processes of other PID namespaces can also map.

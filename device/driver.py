@@ -9,7 +9,7 @@ failure.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from msgspec import Struct
@@ -82,6 +82,28 @@ class Compiler(Protocol):
         """Compiles a source to a loadable image. Raises CompileError with the compiler's messages."""
 
 
+class Blocks(Protocol):
+    """Memory of `Driver.allocate_block` that can be suspended: its physical memory is freed, and its addresses stay
+    reserved.
+    """
+
+    def suspend(self, bases: Iterable[int]) -> None:
+        """Frees the physical memory of the blocks at `bases`, which no work may still use and no process may map."""
+
+    def resume(self, bases: Sequence[int]) -> None:
+        """Allocates physical memory for suspended blocks. If it raises DriverError, the blocks stay suspended."""
+
+    def suspend_imports(self, process: bytes, bases: Collection[int]) -> None:
+        """Unmaps memory that another process exported, given the process's token and the addresses of its blocks
+        there. The addresses here stay reserved.
+        """
+
+    def resume_imports(self, process: bytes, bases: Collection[int]) -> None:
+        """Maps the memory of `suspend_imports` at the same addresses again. Raises DriverError, or OSError if the
+        process sends no descriptors.
+        """
+
+
 class Driver(ABC):
     """A vendor's driver. The object holds no state of a device, and a process needs only one.
 
@@ -91,12 +113,14 @@ class Driver(ABC):
         already_mapped: the status of an import if this process still maps freed memory that had the same address in the
             exporting process.
         out_of_memory: the status of an allocation that does not fit.
+        blocks: suspends and resumes memory of `allocate_block`; None if the driver can't.
         thread_stream: the handle that means the calling thread's own default stream.
         legacy_stream: the handle of the legacy default stream, which all threads share.
     """
 
     runtime: ClassVar[str]
     compiler: Compiler
+    blocks: Blocks | None = None
     already_mapped, out_of_memory = _ALREADY_MAPPED, _OUT_OF_MEMORY
     thread_stream, legacy_stream = 2, 0  # CU_STREAM_PER_THREAD, hipStreamPerThread
 

@@ -79,6 +79,10 @@ class ClosedError(ProxyCCLError):
     """The object was closed, or its communicator had failed before."""
 
 
+class SuspendedError(ProxyCCLError, RuntimeError):
+    """The communicator is suspended, so the call moved no data; or `resume` was called while it is not suspended."""
+
+
 class ConcurrentCallError(ProxyCCLError, RuntimeError):
     """Another thread of this rank is in a call that only one thread may make at a time.
 

@@ -162,20 +162,23 @@ class Fifo(Ring):
     Args:
         runtime: the runtime whose kernels push.
         size: number of slots, a power of two from 2 to 2**20. A ring may have fewer slots than producers.
+
+    Attributes:
+        device_memory: the words that only producers use, in device memory.
     """
 
     def __init__(self, runtime: Runtime, size: int = 8192) -> None:
         size = require_ring_size(size)
         super().__init__(runtime.allocate_pinned(ring_bytes(size)), size)
-        self._device = runtime.allocate(3 * _LINE_BYTES)
+        self.device_memory = runtime.allocate(3 * _LINE_BYTES)
 
     def fill_handle(self, handle: ProxycclFifo) -> None:
         slots = self.pinned.ptr
         handle.slots = native.cast("ProxycclTrigger *", slots)
         handle.tail = native.cast("uint64_t *", slots + self.tail_offset)
-        handle.head = native.cast("uint64_t *", self._device.ptr)
-        handle.tail_cache = native.cast("uint64_t *", self._device.ptr + _LINE_BYTES)
-        handle.refresh_lock = native.cast("uint32_t *", self._device.ptr + 2 * _LINE_BYTES)
+        handle.head = native.cast("uint64_t *", self.device_memory.ptr)
+        handle.tail_cache = native.cast("uint64_t *", self.device_memory.ptr + _LINE_BYTES)
+        handle.refresh_lock = native.cast("uint32_t *", self.device_memory.ptr + 2 * _LINE_BYTES)
         handle.size_log2 = self.size_log2
         handle.size, handle.size_mask = 1 << self.size_log2, (1 << self.size_log2) - 1
 
@@ -188,4 +191,4 @@ class Fifo(Ring):
 
     def close(self) -> None:
         super().close()
-        self._device.close()
+        self.device_memory.close()

@@ -22,6 +22,7 @@ from proxyccl.proxy.codec import Message
 from proxyccl.proxy.observe.segment import open_published
 from proxyccl.proxy.processes import is_stopped, start_of
 
+_MIB = 1 << 20
 _OTHERS = "other collectives"
 """The name for calls of collectives beyond the PROXYCCL_CALL_KINDS that are counted separately."""
 
@@ -44,6 +45,7 @@ class RankView(Message, frozen=True):
         failure: the error that has ended the communicator, as text; "" if the communicator can be used.
         failure_code: the ProxycclErrorCode of `failure`; 0 if the communicator can be used.
         leaving: whether the rank is closing the communicator.
+        memory: the rank's device memory in bytes, by purpose (`Communicator.memory_usage`), a quarter of a second old.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class RankView(Message, frozen=True):
     failure: str = ""
     failure_code: int = 0
     leaving: bool = False
+    memory: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class WaitView(Message, frozen=True):
@@ -114,6 +117,21 @@ def communicators() -> list[CommunicatorView]:
     return found
 
 
+def memory_text(job: str | None = None) -> str:
+    """Returns a line for each rank that has device memory, of the communicator called `job` or of all, with its bytes
+    by purpose; "" if no rank has any.
+    """
+    lines = []
+    for each in communicators():
+        for rank in each.present if job in (None, each.name) else ():
+            parts = sorted(rank.memory.items(), key=lambda part: -part[1])
+            if parts:
+                purposes = ", ".join(f"{purpose} {nbytes / _MIB:.1f}" for purpose, nbytes in parts)
+                total = sum(rank.memory.values()) / _MIB
+                lines.append(f"{each.name}, rank {rank.rank}: {total:.1f} MiB of device memory ({purposes})")
+    return "\n".join(lines)
+
+
 def _with_missing(first: RankPublication, seen: dict[int, RankView]) -> dict[int, RankView]:
     missing = {}
     for each in first.neighbours:
@@ -134,6 +152,7 @@ def rank_view(publication: RankPublication) -> RankView:
         calls = {name_of(digest, _OTHERS): count for digest, count in counts_in(segment).items()}
         last = "".join(f"{describe_call(fields)['collective']} #{number}" for number, fields in calls_in(segment, 1))
         code, failure = _failure(segment)
+        memory_usage = segment.memory_usage
         try:
             leaving = segment.presence in (Presence.LEFT, Presence.STOPPED)
         except ValueError as error:
@@ -150,6 +169,7 @@ def rank_view(publication: RankPublication) -> RankView:
         failure,
         code,
         leaving,
+        memory_usage,
     )
 
 

@@ -176,8 +176,10 @@ def run(parsed: Namespace) -> int:
             if as_json:
                 print(printed_json(_RATES.encode(rates).decode()), flush=True)
             else:
-                agents = agents_text() if with_agents else ""
-                text = table_of(rates) + (f"\n\n{agents}" if agents else "")
+                from proxyccl.tools.communicators import memory_text  # imports numpy, which --json does not need
+
+                parts = table_of(rates), memory_text(job), agents_text() if with_agents else ""
+                text = "\n\n".join(filter(None, parts))
                 print(_CLEAR + _fitting(text) if live else text + ("" if once else "\n"), flush=True)
             if once:
                 break

@@ -154,7 +154,7 @@ class Collectives:
         """
         if not self._scratch or self._scratch[-1].nbytes < nbytes:
             least = 2 * self._scratch[-1].nbytes if self._scratch else 1  # limits the total to twice the largest
-            self._scratch.append(self.group.runtime.allocate(max(nbytes, least)))
+            self._scratch.append(self.group.device_memory.allocate(max(nbytes, least), "scratch"))
         return self._scratch[-1]
 
     def wide_parts(self) -> Memory:
@@ -162,7 +162,7 @@ class Collectives:
         in a wider type overwrites the memory.
         """
         if self._wide_parts is None:
-            self._wide_parts = self.group.runtime.allocate(WIDE_PARTS_BYTES)
+            self._wide_parts = self.group.device_memory.allocate(WIDE_PARTS_BYTES, "scratch")
         return self._wide_parts
 
     def algorithms(self, collective: str = "all_reduce") -> tuple[str, ...]:

@@ -100,13 +100,13 @@ class Flows:
         every = lanes * ranks * slots
         slot_bytes = max(_LEAST_SLOT_BYTES, 2 * defaults.exchange_bytes // every // 128 * 128)
         inbox = every * slot_bytes
-        self._scratch = allocate(group, (inbox if all(flags) else 2 * inbox,), "uint8")
+        self._scratch = allocate(group, (inbox if all(flags) else 2 * inbox,), "uint8", "transfers")
         memory = register(group, self._scratch)
         self._kept = memory
         ends = 2 * lanes  # links to each peer: one for each lane and direction
         self._links = Links(group, memory, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
         counters_bytes = round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
-        self._memory = self._links.on_device(runtime, counters_bytes)
+        self._memory = self._links.on_device(group, counters_bytes)
         flows = ffi.new("ProxycclFlows *")
         flows.rank, flows.world_size, flows.lanes, flows.slots = group.rank, ranks, lanes, slots
         flows.control = ffi.cast("ProxycclControl *", group.control.device_pointer)

@@ -41,16 +41,22 @@ class Request(NamedTuple):
     symmetric: bool = False
 
 
+INVARIANT = "PROXYCCL_INVARIANT"
+SUSPENDABLE = "PROXYCCL_SUSPENDABLE"
+
+
 class Standing(Message, frozen=True):
     """A communicator's settings for all of its calls; the same on all ranks.
 
     Attributes:
         cta_policy: the policy of calls that name neither a policy nor an algorithm; None if the program named none.
         invariant: whether the bits of each reduced element must depend only on the ranks' values of that element.
+        suspendable: whether `Communicator.suspend` may be called.
     """
 
     cta_policy: CtaPolicy | None = None
     invariant: bool = False
+    suspendable: bool = False
 
 
 def request_for(plan: ExecutionPlan) -> Request:
@@ -69,17 +75,18 @@ def requested_policy(argument: str | None) -> CtaPolicy | None:
     return None if argument is None else _policy(name, argument)
 
 
-def requested_invariance(argument: bool | None) -> bool:
-    """Returns whether the caller or ``PROXYCCL_INVARIANT`` asks for invariant reductions.
+def flag_from(argument: bool | None, name: str, variable: str) -> bool:
+    """Returns the argument called `name`, or if it is None the value of an environment variable, which is 0 unless it
+    is set.
 
     Raises:
         ArgumentError: the argument is neither true nor false, or the variable neither 0 nor 1.
     """
     if argument is not None:
-        return as_flag(argument, "invariant")
-    text = os.environ.get("PROXYCCL_INVARIANT") or "0"
+        return as_flag(argument, name)
+    text = os.environ.get(variable) or "0"
     if text not in ("0", "1"):
-        raise ArgumentError("PROXYCCL_INVARIANT", f"must be 0 or 1, not {text!r}")
+        raise ArgumentError(variable, f"must be 0 or 1, not {text!r}")
     return text == "1"
 
 

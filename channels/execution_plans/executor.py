@@ -109,7 +109,7 @@ class _Buffer:
         if self.memory is not None and nbytes <= self.memory.nbytes:
             return False
         room = 1 << max(12, (nbytes - 1).bit_length())
-        self.arrays.append(allocate(self._group, (room,), "uint8"))
+        self.arrays.append(allocate(self._group, (room,), "uint8", "plans"))
         self.memory = register(self._group, self.arrays[-1])
         return True
 
@@ -199,10 +199,9 @@ class _Resources:
         return self._upload(raw), counters, semaphores_at
 
     def _upload(self, raw: bytes) -> Memory:
-        runtime = self._group.runtime
-        memory = runtime.allocate(max(len(raw), 1))
+        memory = self._group.device_memory.allocate(max(len(raw), 1), "plans")
         if raw:
-            runtime.copy(memory.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
+            self._group.runtime.copy(memory.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
         return memory
 
     # -- launches ---
@@ -310,7 +309,7 @@ class _Resources:
 
     def _private(self, nbytes: int) -> int:
         if not self._privates or self._privates[-1].nbytes < nbytes:
-            self._privates.append(self._group.runtime.allocate(nbytes))
+            self._privates.append(self._group.device_memory.allocate(nbytes, "plans"))
         return self._privates[-1].ptr
 
     def _parameter(self, sized: _Sized, own_in: int, own_out: int) -> bytes:

@@ -61,8 +61,8 @@ class SurvivingExperts:
         left = [rank for rank in range(all_ranks) if rank not in options.lost_ranks]
         numbers = np.full(all_ranks, -1, np.int32)
         numbers[left] = np.arange(len(left))
-        self._numbers = allocate(group, numbers.shape, "int32").upload(numbers)
-        self.ids = allocate(group, (config.max_tokens, config.topk), "int32")
+        self._numbers = allocate(group, numbers.shape, "int32", "experts").upload(numbers)
+        self.ids = allocate(group, (config.max_tokens, config.topk), "int32", "experts")
         kernel = group.runtime.shipped("experts/survivors.h", "expert_survivors", compiled_only=options.use_aot)
         dropped = config.num_experts if dropping & NUMBER_DROPS else -1
         self._sizes = all_ranks, config.num_experts_per_rank, dropping, dropped
@@ -236,8 +236,8 @@ class DispatchCombineContext:
             rows = self._capacity = max(self._capacity, dispatch_recv_tokens)
             config = self.ep_config
             self._output_buf = (
-                allocate(self.group, (rows, config.hidden), config.token),
-                allocate(self.group, (rows,), config.weight),
+                allocate(self.group, (rows, config.hidden), config.token, "experts"),
+                allocate(self.group, (rows,), config.weight, "experts"),
             )
         return self._output_buf
 
@@ -283,7 +283,8 @@ class DispatchCombineContext:
     @functools.cached_property
     def packed_rows(self) -> Array:
         """Memory for the packed float8 rows of the dispatch in flight; only one dispatch is in flight at a time."""
-        return allocate(self.group, (self.ep_config.max_tokens, self.pair_bytes + self.scale_bytes), "uint8")
+        shape = self.ep_config.max_tokens, self.pair_bytes + self.scale_bytes
+        return allocate(self.group, shape, "uint8", "experts")
 
     def weigh(
         self,

@@ -6,9 +6,11 @@ from proxyccl.channels.expert_parallel.geometry import Areas, Geometry, Workspac
 from proxyccl.channels.expert_parallel.members import Nodes
 from proxyccl.channels.expert_parallel.output_buffers import KeptOutputs, OutputBuffers
 from proxyccl.channels.group import Group
-from proxyccl.channels.memory import allocate, register
+from proxyccl.channels.memory import register
 from proxyccl.channels.proxy_channel import ProxyChannel, connect_handles, free_handles
 from proxyccl.device._native import ffi, lib
+from proxyccl.device.arrays.array import Array
+from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.memory.places import own_segment_bytes
 
@@ -42,7 +44,10 @@ class ExpertWorkspace:
 
     def _share(self, nbytes: int) -> None:
         group, nodes, e = self._group, self._nodes, self.experts
-        self._workspace = allocate(group, (nbytes,), "uint8")
+        # Kernels continue to count the signals in these areas after the communicator was suspended.
+        signals = ((0, int(e.inbox)), (int(e.loadable), 2 * 8 * nodes.local_size * self._shape.blocks))
+        allocated = group.device_memory.allocate(nbytes, "experts", signals)
+        self._workspace = Array(group.runtime, allocated, (nbytes,), as_dtype("uint8"))
         self._memory = memory = register(group, self._workspace)
         self._channels: dict[int, list[ProxyChannel]] = {}
         self._kept: object = None
@@ -83,7 +88,7 @@ class ExpertWorkspace:
             put(out_at + n * blocks * handle, b"".join(handles[:blocks]))
             put(back_at + n * blocks * handle, b"".join(handles[blocks : 2 * blocks]))
             put(routing_at + n * handle, b"".join(handles[2 * blocks :]))
-        self._tables = self._group.runtime.allocate(tables.end)
+        self._tables = self._group.device_memory.allocate(tables.end, "experts")
         self._group.runtime.copy(self._tables.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(image))), len(image))
 
         at = self._tables.ptr

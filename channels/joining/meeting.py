@@ -61,13 +61,14 @@ _PART = Codec[tuple[list[int], str]](tuple[list[int], str], 1 << 20, name="split
 
 
 class Options(Struct, frozen=True):
-    """The options that the caller passed to `Communicator`. `grow` passes an old rank's options on to the new group."""
+    """The options that the caller passed to `Communicator`. Groups that are made from a group have its options."""
 
     proxy: ProxyOptions
     transports: TransportOptions
     transport: TransportChoice
     local_world_size: int | None
     linger: float | None
+    suspendable: bool = False
 
 
 class Meeting(Struct, frozen=True):

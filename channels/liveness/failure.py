@@ -12,12 +12,20 @@ from proxyccl.channels.segment.calls import CALL_FIELDS
 from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.channels.segment.error_record import DIFFERENT_CALL, ErrorRecord, bounded, exception_from
 from proxyccl.device._native import lib
-from proxyccl.device.errors import ClosedError, CommunicatorError, MismatchError, ProxyLostError, WaitTimeoutError
+from proxyccl.device.errors import (
+    ClosedError,
+    CommunicatorError,
+    MismatchError,
+    ProxyLostError,
+    SuspendedError,
+    WaitTimeoutError,
+)
 from proxyccl.device.process import forks
 from proxyccl.device.process.interrupts import raise_interrupt
 from proxyccl.proxy.interface import ProxyFailure
 
 _OWNED = "the communicator"
+_LIVE = frozenset({"open", "suspended"})
 
 
 class Observer:
@@ -61,7 +69,7 @@ class FailureState:
         parent: the failure state of the communicator that this communicator was split from.
 
     Attributes:
-        state: "opening", "open" or "closed".
+        state: "opening", "open", "suspended" or "closed". A suspended group fails, and can be closed, like an open one.
         cause: a text about this rank's own failure, for the exception on this rank.
         observer: the callbacks for failures, which do nothing before `watch`.
     """
@@ -92,6 +100,17 @@ class FailureState:
         self._watcher, self.observer, self._stopped_proxy = watcher, observer, stopped_proxy
         self.state = "open"
 
+    def suspend(self) -> None:
+        """Suspends the open group: until `resume`, `require_usable` raises SuspendedError."""
+        self.state = "suspended"
+
+    def resume(self) -> None:
+        self.state = "open"
+
+    @property
+    def suspended(self) -> bool:
+        return self.state == "suspended"
+
     def close(self) -> None:
         """Closes the group: from this call on, `require_usable` raises ClosedError."""
         self.state = "closed"
@@ -107,8 +126,8 @@ class FailureState:
 
     @property
     def usable(self) -> bool:
-        """Whether the group is open and no rank has failed."""
-        return self.state == "open" and not self._control.aborted
+        """Whether the group is open or suspended, and no rank has failed."""
+        return self.state in _LIVE and not self._control.aborted
 
     @property
     def closed(self) -> bool:
@@ -126,12 +145,16 @@ class FailureState:
             raise self.exception()
 
     def require_usable(self) -> None:
-        """If the group is closed, raises ClosedError. If a rank has failed, raises the group's failure."""
+        """If the group is closed or suspended, raises ClosedError or SuspendedError. If a rank has failed, raises the
+        group's failure.
+        """
         if self.state == "closed":
             self.require_own_process()
             raise ClosedError("the communicator is closed")
-        if self.state == "open" and self._control.aborted:
+        if self.state in _LIVE and self._control.aborted:
             raise self.exception()
+        if self.state == "suspended":
+            raise SuspendedError("the communicator is suspended; expected resume on all ranks before this call")
 
     def exception(self) -> CommunicatorError:
         """After a rank has failed, returns a new copy of the group's failure. If the failure is a signal handler's
@@ -173,7 +196,7 @@ class FailureState:
     def abort(self, reason: str) -> None:
         """Makes the group fail on all ranks, without waiting. Raises ClosedError in a forked child process."""
         self.require_own_process()
-        if self.state == "open":
+        if self.state in _LIVE:
             self.cause = self.cause or reason
             self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_LOCAL, self._rank, cause=bounded(self.cause)))
             self._pass_on()
@@ -181,7 +204,7 @@ class FailureState:
     def file_lost_context(self, status: int) -> None:
         """Makes the group fail because an error destroyed this rank's GPU context. `status` is the driver's error
         code."""
-        if self.state == "open":
+        if self.state in _LIVE:
             self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_CONTEXT_LOST, self._rank, status=status))
 
     def file_mismatch(

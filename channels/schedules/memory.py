@@ -110,11 +110,11 @@ class ScheduleMemories:
         own_box = group.world_size > 1 and not self.staged_together
         self.own_box_bytes = defaults.own_box_bytes * (group.world_size - 1) if own_box else 0
         # The next rank's box is mapped now, because a graph capture may be the first to use the box.
-        self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
+        self._box = allocate(group, self.own_box_bytes, "uint8", "staging") if self.own_box_bytes else None
         self._own_box = _at_next(group, self._box)
         self._stages: dict[Side, list[Array]] = {}
         self._boxes: _PinnedBoxes | None = None
-        self.reduction_words = group.runtime.allocate((OPENED + 1) * _WORD_BYTES)
+        self.reduction_words = group.device_memory.allocate((OPENED + 1) * _WORD_BYTES, "channels")
         if not self.staged_together:
             group.symmetric.serve(group.links.proxy)
         if not self.staged_together or (self.pinned_bytes > 0 and group.topology.stages_remote_pairs()):
@@ -181,7 +181,7 @@ class ScheduleMemories:
         found = next((stage for stage in stages if stage.nbytes >= nbytes), None)
         if found is None:
             size = max(_SMALLEST_STAGE, 1 << (nbytes - 1).bit_length())
-            memory = self._group.symmetric.allocate(size, reserved=True)
+            memory = self._group.symmetric.allocate(size, "staging", reserved=True)
             found = Array(self._group.runtime, memory, (size,), as_dtype("uint8"))
             if self.staged_together:
                 register(self._group, found, symmetric=True, reserved=True)

@@ -65,7 +65,8 @@ class RingSlots:
         self._group, self._slot_bytes, self._slots = group, slot_bytes, slots
         self.neighbours = _neighbours(group.rank, group.world_size)
         up, down = schedule_channels(group, self.neighbours, 2)  # `up`: to higher ranks, `down`: to lower ranks
-        self._array = allocate(group, 2 * len(self.neighbours) * slots * slot_bytes, "uint8", symmetric=True)
+        nbytes = 2 * len(self.neighbours) * slots * slot_bytes
+        self._array = allocate(group, nbytes, "uint8", "transfers", symmetric=True)
         self._memory = register(group, self._array)
         self._rings = ScheduleRings(group)
         self._lock = threading.Lock()

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from msgspec import Struct
 
@@ -68,7 +68,13 @@ SHARING_OFFSET = CHOICES_OFFSET + 8 * engine_lib.PROXYCCL_CALL_CHOICES
 """Offsets of the call log, the numbers of calls by collective, the words by which ranks agree on choices, and a word
 that is not 0 if a rank has more than one communicator on its device.
 """
-_SERVICE_OFFSET = _round(SHARING_OFFSET + 8)
+MemoryPurpose = Literal[
+    "arrays", "channels", "experts", "packets", "plans", "results", "scratch", "staging", "transfers"
+]
+"""A purpose for which a rank allocates device memory (channels/DESIGN.md)."""
+MEMORY_PURPOSES: tuple[MemoryPurpose, ...] = get_args(MemoryPurpose)
+_MEMORY_OFFSET = SHARING_OFFSET + 8
+_SERVICE_OFFSET = _round(_MEMORY_OFFSET + 8 * len(MEMORY_PURPOSES))
 _READBACK_OFFSET = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())
 READBACK_BYTES = 128 * 1024
 _ANNOUNCEMENTS_OFFSET = _READBACK_OFFSET + READBACK_BYTES
@@ -98,6 +104,7 @@ class ControlSegment:
         self._control = ffi.cast("ProxycclControl *", memory.host_ptr)
         self._peers: Mapping[int, ControlSegment] = {}
         self._peer_controls = ffi.new("ProxycclControl *[]", 0)
+        self._memory_usage = (ctypes.c_uint64 * len(MEMORY_PURPOSES)).from_address(memory.host_ptr + _MEMORY_OFFSET)
         self._request = ctypes.c_uint32.from_address(memory.host_ptr + _REQUEST_OFFSET)
         self._filing = threading.RLock()  # reentrant: a signal handler may store a record while the lock is held
         self.rendezvous = Rendezvous(memory.host_ptr + _RENDEZVOUS_OFFSET)
@@ -232,6 +239,15 @@ class ControlSegment:
             return False
         self._request.value = 0
         return True
+
+    def set_memory_usage(self, usage: Mapping[str, int]) -> None:
+        """Stores the bytes of this rank's device memory for each of MEMORY_PURPOSES."""
+        self._memory_usage[:] = [usage[purpose] for purpose in MEMORY_PURPOSES]
+
+    @property
+    def memory_usage(self) -> dict[str, int]:
+        """The bytes that the segment's rank last stored for each purpose, without the purposes that use none."""
+        return {purpose: nbytes for purpose, nbytes in zip(MEMORY_PURPOSES, self._memory_usage, strict=True) if nbytes}
 
     @property
     def presence(self) -> Presence:

@@ -64,7 +64,7 @@ class CudaDriver(Driver):
             raise RuntimeUnavailableError(f"cuda: the driver can't be initialised: {self.error_text(status)}")
         check_versions(int(self.call("DriverGetVersion")), compiler_version()[0])
         self.compiler = CudaCompiler()
-        self._virtual_memory = VirtualMemory(self, _pointer_attribute())
+        self.blocks = self._virtual_memory = VirtualMemory(self, _pointer_attribute())
 
     def _status_of(self, name: str, *args: Any) -> tuple[int, tuple[Any, ...]]:
         status, *results = getattr(cu, name)(*args)
@@ -171,6 +171,9 @@ class CudaDriver(Driver):
         return ordinal.value
 
     def allocation_id(self, ptr: int) -> int:
+        number = self._virtual_memory.number(ptr)  # the driver's number changes if the block is suspended and resumed
+        if number is not None:
+            return number
         return int(self.call("PointerGetAttribute", cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, ptr))
 
     def export_memory(self, base: int, size: int) -> bytes:

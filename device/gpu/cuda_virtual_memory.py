@@ -1,7 +1,11 @@
-"""Shares memory of CUDA's virtual memory management by POSIX file descriptors.
+"""Memory of CUDA's virtual memory management: shares it by POSIX file descriptors, and gives it back temporarily.
 
 CUDA IPC refuses such memory, for example torch's expandable segments: it consists of separately allocated blocks at
 adjacent addresses.
+
+A block of this process can be suspended: its physical memory is freed, and its addresses stay reserved. All processes
+that map the block first suspend their mappings. When the block is resumed, it gets new physical memory, which the other
+processes map at the addresses of their former mappings. Handles of the block stay valid.
 
 The program may unmap a block whenever no call uses the block. If the program unmaps a block while
 `cuMemRetainAllocationHandle` looks up the block, the driver's memory is corrupted. So `export` retains the blocks'
@@ -15,7 +19,7 @@ import hashlib
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -35,16 +39,60 @@ _REQUEST = struct.Struct("<QQQQ")  # context, base, size, a digest of the blocks
 _FILE_DESCRIPTOR = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
+class _Block(Struct):
+    """A block that `allocate` returned.
+
+    Attributes:
+        size: bytes, a multiple of the driver's granularity.
+        device: the number of the device.
+        number: the driver's number of the block's first physical memory, which identifies the block even after the
+            block was suspended and resumed.
+        mapped: False while the block is suspended.
+    """
+
+    size: int
+    device: int
+    number: int = 0
+    mapped: bool = True
+
+
+class _Import(Struct):
+    """A mapping of another process's blocks, or of this process's blocks for another device.
+
+    Attributes:
+        size: bytes of the blocks.
+        device: the number of the device that accesses the blocks.
+        handle: the handle from `export`.
+        mapped: False while the mapping is suspended.
+    """
+
+    size: int
+    device: int
+    handle: bytes
+    mapped: bool = True
+
+    def is_of(self, process: bytes, bases: Collection[int]) -> bool:
+        """Whether the blocks belong to a process and begin at one of its addresses `bases`."""
+        _, owner, request = _HANDLE.unpack_from(self.handle)
+        return owner == process and _REQUEST.unpack(request)[1] in bases
+
+
 class _Export(Struct):
     """An exported range.
 
     Attributes:
-        blocks: the size and the retained handle of each block.
+        blocks: the size and the retained handle of each block; empty while the blocks are suspended.
         users: the number of exports that have not ended, plus that of descriptor requests in progress.
     """
 
     blocks: list[tuple[int, Any]]
     users: int = 1
+
+
+def _require_bytes(blocks: list[tuple[int, int]], size: int) -> None:
+    sent = sum(nbytes for nbytes, _ in blocks)
+    if sent != size:
+        raise DriverError("cuMemMap", 0, f"the owner sent blocks of {sent} bytes; expected {size} bytes")
 
 
 class VirtualMemory:
@@ -58,9 +106,10 @@ class VirtualMemory:
     def __init__(self, driver: Driver, pointer_attribute: Callable[..., int]) -> None:
         self._driver, self._pointer_attribute = driver, pointer_attribute
         supply(_KIND, self._supply, (DriverError, struct.error))
-        self._imported: dict[int, int] = {}
-        self._allocated: dict[int, int] = {}
+        self._imported: dict[int, _Import] = {}  # by address
+        self._allocated: dict[int, _Block] = {}  # by address
         self._exported: dict[bytes, _Export] = {}  # by request
+        self._suspending = threading.Lock()  # guards the attributes `mapped`; held while descriptors are fetched
         self._lock = threading.RLock()  # guards `_exported`; reentrant, because garbage collection may end an export
 
     def allocate(self, nbytes: int) -> int:
@@ -69,42 +118,124 @@ class VirtualMemory:
         Raises:
             DriverError: the device is full, or the driver does not support sharing by file descriptors.
         """
-        device = self._driver.call("CtxGetDevice")
+        device = int(self._driver.call("CtxGetDevice"))
+        recommended = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        step = int(self._driver.call("MemGetAllocationGranularity", self._properties(device), recommended))
+        block = _Block(round_up(nbytes, step), device)
+        base = int(self._driver.call("MemAddressReserve", block.size, 0, 0, 0))
+        try:
+            self._create(base, block)
+        except DriverError:
+            self._driver.release("MemAddressFree", base, block.size)
+            raise
+        block.number = self._driver.allocation_id(base)
+        self._allocated[base] = block
+        return base
+
+    def _properties(self, device: int) -> Any:
         properties = cu.CUmemAllocationProp()
         properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.requestedHandleTypes = _FILE_DESCRIPTOR
         properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        properties.location.id = int(device)
+        properties.location.id = device
         supported = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
         properties.allocFlags.gpuDirectRDMACapable = int(self._driver.call("DeviceGetAttribute", supported, device))
-        recommended = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        step = int(self._driver.call("MemGetAllocationGranularity", properties, recommended))
-        size = round_up(nbytes, step)
-        block = self._driver.call("MemCreate", size, properties, 0)
+        return properties
+
+    def _create(self, base: int, block: _Block) -> None:
+        """Allocates physical memory, and maps it at reserved addresses."""
+        memory = self._driver.call("MemCreate", block.size, self._properties(block.device), 0)
         try:
-            base = int(self._driver.call("MemAddressReserve", size, 0, 0, 0))
-            mapped = 0
-            try:
-                self._driver.call("MemMap", base, size, 0, block, 0)
-                mapped = size
-                self._grant(base, size, int(device))
-            except DriverError:
-                self._unmap(base, mapped, size)
-                raise
+            self._driver.call("MemMap", base, block.size, 0, memory, 0)
         finally:
-            self._driver.release("MemRelease", block)  # a block lives while it is mapped
-        self._allocated[base] = size
-        return base
+            self._driver.release("MemRelease", memory)  # physical memory lives while it is mapped
+        try:
+            self._grant(base, block.size, block.device)
+        except DriverError:
+            self._driver.release("MemUnmap", base, block.size)
+            raise
 
     def free(self, base: int) -> bool:
         """Waits for the current context's work, and frees memory from `allocate`. Returns False if `allocate` did not
         return the memory."""
-        size = self._allocated.pop(base, None)
-        if size is None:
-            return False
-        self._driver.release("CtxSynchronize")  # cuMemUnmap need not wait for the context's work
-        self._unmap(base, size, size)
-        return True
+        with self._suspending:
+            block = self._allocated.pop(base, None)
+            if block is None:
+                return False
+            if block.mapped:
+                self._driver.release("CtxSynchronize")  # cuMemUnmap need not wait for the context's work
+            self._unmap(base, block.size if block.mapped else 0, block.size)
+            return True
+
+    def number(self, ptr: int) -> int | None:
+        """Returns the number that identifies the block from `allocate` that contains an address; None for other
+        memory. The block keeps the number while it is suspended and afterwards.
+        """
+        for base, block in list(self._allocated.items()):
+            if base <= ptr < base + block.size:
+                return block.number
+        return None
+
+    def suspend(self, bases: Iterable[int]) -> None:
+        """Frees the physical memory of blocks, whose addresses stay reserved. No work may still use the blocks, and no
+        process may map them, because physical memory lives while it is mapped.
+        """
+        self._driver.release("CtxSynchronize")
+        with self._suspending:
+            for base in bases:
+                block = self._allocated[base]
+                for _, export in self._exports_in(base, block):
+                    self._release_blocks(export)
+                self._driver.release("MemUnmap", base, block.size)
+                block.mapped = False
+
+    def resume(self, bases: Sequence[int]) -> None:
+        """Allocates physical memory for suspended blocks. Raises DriverError if the device has too little memory; the
+        blocks then stay suspended.
+        """
+        resumed: list[int] = []
+        try:
+            for base in bases:
+                with self._suspending:
+                    block = self._allocated[base]
+                    self._create(base, block)
+                    block.mapped = True
+                    resumed.append(base)
+                    for request, export in self._exports_in(base, block):
+                        retained = self._retain([(base, block.size)])
+                        with self._lock:
+                            if self._exported.get(request) is export:
+                                export.blocks, retained.blocks = retained.blocks, []
+                        self._release_blocks(retained)  # does nothing unless the export has ended meanwhile
+        except DriverError:
+            self.suspend(resumed)
+            raise
+
+    def _exports_in(self, base: int, block: _Block) -> list[tuple[bytes, _Export]]:
+        with self._lock:
+            every = list(self._exported.items())
+        return [found for found in every if base <= _REQUEST.unpack(found[0])[1] < base + block.size]
+
+    def suspend_imports(self, process: bytes, bases: Collection[int]) -> None:
+        """Unmaps the memory of `open` whose blocks a process owns and that begin there at `bases`. The addresses here
+        stay reserved. No work may still use the memory.
+        """
+        with self._suspending:
+            for base, imported in self._imports_of(process, bases):
+                if imported.mapped:
+                    self._driver.release("MemUnmap", base, imported.size)
+                    imported.mapped = False
+
+    def resume_imports(self, process: bytes, bases: Collection[int]) -> None:
+        """Maps the memory that `suspend_imports` unmapped at the same addresses again. Raises as `open`."""
+        with self._suspending:
+            for base, imported in self._imports_of(process, bases):
+                if not imported.mapped:
+                    self._fetch(base, imported)
+                    imported.mapped = True
+
+    def _imports_of(self, process: bytes, bases: Collection[int]) -> list[tuple[int, _Import]]:
+        return [(base, each) for base, each in list(self._imported.items()) if each.is_of(process, bases)]
 
     def is_mapped(self, ptr: int) -> bool:
         """Whether an address lies in device memory that CUDA IPC refuses, such as mapped blocks."""
@@ -156,7 +287,8 @@ class VirtualMemory:
         return int(self._driver.call("MemExportToShareableHandle", block, _FILE_DESCRIPTOR, 0))
 
     def _release_blocks(self, export: _Export) -> None:
-        for _, block in export.blocks:
+        blocks, export.blocks = export.blocks, []  # garbage collection may end the export during the calls below
+        for _, block in blocks:
             self._driver.release("MemRelease", block)
 
     def end_export(self, handle: bytes) -> None:
@@ -175,6 +307,8 @@ class VirtualMemory:
             if request not in self._exported:
                 raise DriverError("cuMemExportToShareableHandle", 0, "the owner no longer exports the memory")
             export = self._exported[request]
+            if not export.blocks:
+                raise DriverError("cuMemExportToShareableHandle", 0, "the owner has suspended the memory")
             export.users += 1
         try:
             self._driver.call("CtxSetCurrent", _REQUEST.unpack(request)[0])
@@ -196,19 +330,24 @@ class VirtualMemory:
             DriverError: a block can't be mapped.
             OSError: the exporting process does not send the blocks' descriptors.
         """
-        _, process, request = _HANDLE.unpack_from(handle)
-        blocks = fetch_descriptors(process, _KIND, request)
+        imported = _Import(_REQUEST.unpack(_HANDLE.unpack_from(handle)[2])[2], 0, handle)
+        imported.device = int(self._driver.call("CtxGetDevice"))
+        base = int(self._driver.call("MemAddressReserve", imported.size, 0, 0, 0))
         try:
-            return self._map(blocks)
-        finally:
-            for _, descriptor in blocks:
-                os.close(descriptor)
+            self._fetch(base, imported)
+        except (DriverError, OSError):
+            self._driver.release("MemAddressFree", base, imported.size)
+            raise
+        self._imported[base] = imported
+        return base
 
-    def _map(self, blocks: list[tuple[int, int]]) -> int:
-        size = sum(nbytes for nbytes, _ in blocks)
-        base = int(self._driver.call("MemAddressReserve", size, 0, 0, 0))
+    def _fetch(self, base: int, imported: _Import) -> None:
+        """Fetches the blocks' descriptors, and maps the blocks at reserved addresses."""
+        _, process, request = _HANDLE.unpack_from(imported.handle)
+        blocks = fetch_descriptors(process, _KIND, request)
         mapped = 0
         try:
+            _require_bytes(blocks, imported.size)
             for nbytes, descriptor in blocks:
                 block = self._driver.call("MemImportFromShareableHandle", descriptor, _FILE_DESCRIPTOR)
                 try:
@@ -216,13 +355,14 @@ class VirtualMemory:
                 finally:
                     self._driver.release("MemRelease", block)  # a block lives while it is mapped
                 mapped += nbytes
-            device = self._driver.call("CtxGetDevice")
-            self._grant(base, size, int(device))
+            self._grant(base, imported.size, imported.device)
         except DriverError:
-            self._unmap(base, mapped, size)
+            if mapped:
+                self._driver.release("MemUnmap", base, mapped)
             raise
-        self._imported[base] = size
-        return base
+        finally:
+            for _, descriptor in blocks:
+                os.close(descriptor)
 
     def _grant(self, base: int, size: int, device: int) -> None:
         access = cu.CUmemAccessDesc()
@@ -238,8 +378,9 @@ class VirtualMemory:
 
     def release(self, base: int) -> bool:
         """Unmaps memory from `open`. Returns False if `open` did not return the memory."""
-        size = self._imported.pop(base, None)
-        if size is None:
-            return False
-        self._unmap(base, size, size)
-        return True
+        with self._suspending:
+            imported = self._imported.pop(base, None)
+            if imported is None:
+                return False
+            self._unmap(base, imported.size if imported.mapped else 0, imported.size)
+            return True

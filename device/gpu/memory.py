@@ -8,15 +8,15 @@ import mmap
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import ClassVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from proxyccl.device.arguments.integers import find_integer
-from proxyccl.device.base_runtime import Allocations
-from proxyccl.device.driver import REGISTER_PORTABLE_AND_MAPPED, Driver
+from proxyccl.device.base_runtime import Allocations, Memory
+from proxyccl.device.driver import REGISTER_PORTABLE_AND_MAPPED, Blocks, Driver
 from proxyccl.device.errors import (
     AlreadyMappedError,
     ArgumentError,
@@ -255,13 +255,19 @@ class GpuMemoryRuntime(Runtime):
         self._new = self.driver.allocate_block
 
     def allocate(self, nbytes: int) -> GpuMemory:
+        return self._take(nbytes, self._new)
+
+    def allocate_block(self, nbytes: int) -> GpuMemory:
+        return self._take(nbytes, self.driver.allocate_block)
+
+    def _take(self, nbytes: int, new: Callable[[int], int]) -> GpuMemory:
         if nbytes <= 0:
             raise ArgumentError("nbytes", f"must be positive, not {nbytes}")
         with self.current():
             if nbytes > self.info.memory_bytes:
                 raise self._full(nbytes)
             try:
-                ptr = self._allocate(nbytes)
+                ptr = self._allocate(nbytes, new)
             except DriverError as error:
                 if error.status == self.driver.out_of_memory:
                     raise self._full(nbytes) from None
@@ -277,15 +283,50 @@ class GpuMemoryRuntime(Runtime):
             f"{self.info.name} of {self.info.memory_bytes} bytes"
         )
 
-    def _allocate(self, nbytes: int) -> int:
+    def _allocate(self, nbytes: int, new: Callable[[int], int]) -> int:
         try:
-            return self._new(nbytes)
+            return new(nbytes)
         except DriverError as error:
             if error.status != self.driver.out_of_memory or not self.unused:
                 raise
             self.in_flight.wait()
             self.unused.free()
-            return self._new(nbytes)
+            return new(nbytes)
+
+    @property
+    def can_suspend(self) -> bool:
+        return self.driver.blocks is not None
+
+    @property
+    def _blocks(self) -> Blocks:
+        if self.driver.blocks is None:
+            raise RuntimeUnavailableError(f"{self.name}: memory of this vendor's GPUs can't be suspended")
+        return self.driver.blocks
+
+    def suspend(self, blocks: Sequence[Memory]) -> None:
+        self.context.call(self._blocks.suspend, [block.ptr for block in blocks])
+
+    def resume(self, blocks: Sequence[Memory]) -> None:
+        with self.current():
+            try:
+                self._blocks.resume([block.ptr for block in blocks])
+            except DriverError as error:
+                if error.status == self.driver.out_of_memory:
+                    raise self._full(sum(block.nbytes for block in blocks)) from None
+                raise
+        for block in blocks:
+            self.fill(block.ptr, 0, block.nbytes)
+
+    def suspend_mappings(self, process: bytes, bases: Collection[int]) -> None:
+        if bases:
+            self.context.call(self._blocks.suspend_imports, process, bases)
+
+    def resume_mappings(self, process: bytes, bases: Collection[int]) -> None:
+        if bases:
+            try:
+                self.context.call(self._blocks.resume_imports, process, bases)
+            except (DriverError, OSError) as error:
+                raise ArgumentError("handle", f"suspended memory can't be mapped again: {error}") from None
 
     def keep_pins(self) -> Callable[[], None]:
         holds, here, pinned, context = self._pin_holds, (self.name, self.device), self._pinned, self.context

@@ -142,6 +142,11 @@ int proxyccl_host_memory_unmap(void* address, size_t bytes) {
   return munmap(address, bytes) == 0 ? 0 : errno;
 }
 
+int proxyccl_host_memory_discard(void* address, size_t bytes) {
+  // MADV_REMOVE takes whole pages; the last page of a mapping belongs to no other memory.
+  return madvise(address, roundUp(bytes, sysconf(_SC_PAGESIZE)), MADV_REMOVE) == 0 ? 0 : errno;
+}
+
 int proxyccl_host_allocate(uint64_t* ptr, size_t bytes) {
   int descriptor = -1;
   void* address = nullptr;

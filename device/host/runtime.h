@@ -96,6 +96,8 @@ int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsig
 int proxyccl_host_memory_create(int* descriptor, size_t bytes);
 int proxyccl_host_memory_map(void** address, int descriptor, size_t bytes);
 int proxyccl_host_memory_unmap(void* address, size_t bytes);
+/* Frees the pages of mapped memory in all processes, which read zeros from then on. Returns 0 or an errno. */
+int proxyccl_host_memory_discard(void* address, size_t bytes);
 /* Moves a range to huge pages, if the kernel supports this. During the call the range stays usable. Stops after two
  * seconds, because peers may wait. Does nothing for memory that this runtime has not mapped. */
 void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes);

@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,6 +18,7 @@ from proxyccl.device.base_runtime import (
     DriverCalls,
     Event,
     LaunchDefaults,
+    Memory,
     StreamEvents,
     StreamLike,
     foreign_stream_handle,
@@ -24,7 +26,7 @@ from proxyccl.device.base_runtime import (
 from proxyccl.device.build.ahead_of_time import Shipped
 from proxyccl.device.build.compile_cache import shipped_source
 from proxyccl.device.build.kernel_names import NO_KERNEL, in_plain_text, kernel_names
-from proxyccl.device.errors import ArgumentError, CompileError, KernelError
+from proxyccl.device.errors import ArgumentError, CompileError, KernelError, ResourceError
 from proxyccl.device.ffi_types import set_functions
 from proxyccl.device.host.shipped_libraries import group_of, shipped_library
 from proxyccl.device.host.status import check_status
@@ -152,6 +154,17 @@ class HostRuntime(Runtime):
     def allocate_pinned(self, nbytes: int) -> SharedMemory:
         """Allocates zeroed shared memory, like `allocate`."""
         return self.allocate(nbytes)
+
+    @property
+    def can_suspend(self) -> bool:
+        return True
+
+    def suspend(self, blocks: Sequence[Memory]) -> None:
+        """Frees the pages of shared memory. All processes' mappings stay valid, and read zeros from then on."""
+        for block in blocks:
+            status = lib.proxyccl_host_memory_discard(ffi.cast("void *", block.ptr), block.nbytes)
+            if status:
+                raise ResourceError(f"can't free the pages of shared memory: {os.strerror(status)}")
 
     def export(self, ptr: int, nbytes: int) -> bytes:
         with self._allocations_lock:

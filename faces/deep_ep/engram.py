@@ -71,7 +71,7 @@ class StoredRows:
                 self._peers.append(group.runtime.open_pinned(offers[peer].handle))
             stores.append(self._peers[-1].ptr)
         by_rank = [stores[(rank - group.rank) % group.world_size] for rank in range(group.world_size)]
-        self._stores = allocate(group, group.world_size, "uint64").upload(by_rank)
+        self._stores = allocate(group, group.world_size, "uint64", "experts").upload(by_rank)
         group.exchange.barrier("memory of rows: all ranks have mapped it")
 
     def write(self, view: ArrayView, row_bytes: int) -> None:

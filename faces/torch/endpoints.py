@@ -350,6 +350,14 @@ class Endpoints:
         for comm in self.made:
             comm.abort(reason)
 
+    def in_order(self) -> list[Communicator]:
+        """Returns the communicators that exist, in the same order of pairs on all ranks, so that each pair's ranks can
+        make a collective call without a deadlock.
+        """
+        with self._lock:
+            made = sorted(self._made.items(), key=lambda item: (item[0][0], -1 if item[0][2] is None else item[0][2]))
+        return [comm for _, comm in made]
+
     def end_meetings(self) -> None:
         """Prevents further communicators. Threads that wait for a peer to make a communicator raise ClosedError."""
         with self._lock:

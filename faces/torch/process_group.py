@@ -312,6 +312,37 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
             )
         return made
 
+    # -- sleep ---
+
+    def suspend(self, save: bool = True) -> None:
+        """Gives the device memory of the group's communicators back to the device until `resume`, after its queued
+        calls have ended. All ranks call this together. See `Communicator.suspend`; the process needs
+        ``PROXYCCL_SUSPENDABLE=1`` before it makes the group.
+        """
+        self.calls.require_process()
+        self.calls.threads.await_calls(time.monotonic() + self._timeout.total_seconds())
+        with torch_errors():
+            for communicator in self.endpoints.in_order():
+                communicator.suspend(save=save)
+
+    def resume(self) -> None:
+        """Allocates the device memory again, after `suspend`. All ranks call this together."""
+        self.calls.require_process()
+        with torch_errors():
+            for communicator in self.endpoints.in_order():
+                communicator.resume()
+
+    def memory_stats(self) -> dict[str, int]:
+        """Returns the bytes of device memory of this group's communicators, by the names of NCCL's backend: "suspend"
+        is what `suspend` gives back, "persist" the rest, "total" their sum, and "suspended" is 1 after `suspend`, else
+        0.
+        """
+        communicators = self.endpoints.in_order()
+        blocks = sum(each.group.device_memory.block_bytes for each in communicators)
+        short = sum(each.group.device_memory.short_bytes for each in communicators)
+        suspended = int(any(each.suspended for each in communicators))
+        return {"suspend": blocks, "suspended": suspended, "persist": short, "total": blocks + short}
+
     # -- shutdown ---
 
     def abort(self) -> None:

@@ -30,7 +30,7 @@ class GridBarrier:
 
     def __init__(self, communicator: Communicator) -> None:
         self._runtime, self._control = communicator.runtime, communicator.group.control
-        self._memory = self._runtime.allocate(c.BARRIER_BYTES)
+        self._memory = communicator.group.device_memory.allocate(c.BARRIER_BYTES, "channels")
         self._reset()
 
     def _reset(self) -> None:

@@ -187,6 +187,16 @@ class SessionService:
         del self._sizes[first]
         self.memories.retire("memory", first)
 
+    @method()
+    def suspend_mappings(self, process: bytes, bases: list[Uint64]) -> None:
+        """See `ProxyService.suspend_mappings`."""
+        self.proxy.suspend_mappings(process, bases)
+
+    @method()
+    def resume_mappings(self, process: bytes, bases: list[Uint64]) -> None:
+        """See `ProxyService.suspend_mappings`."""
+        self.proxy.resume_mappings(process, bases)
+
     # -- connections and channels ---
 
     @method()

@@ -51,6 +51,7 @@ if TYPE_CHECKING:  # `X as X` exports a name to type checkers
     from proxyccl.device.errors import ProxyLostError as ProxyLostError
     from proxyccl.device.errors import ResourceError as ResourceError
     from proxyccl.device.errors import RuntimeUnavailableError as RuntimeUnavailableError
+    from proxyccl.device.errors import SuspendedError as SuspendedError
     from proxyccl.device.errors import TransportError as TransportError
     from proxyccl.device.errors import TriggerError as TriggerError
     from proxyccl.device.errors import UntrustedPathError as UntrustedPathError
@@ -116,6 +117,7 @@ _NAMES = {
         "ProxyLostError",
         "ResourceError",
         "RuntimeUnavailableError",
+        "SuspendedError",
         "TransportError",
         "TriggerError",
         "UntrustedPathError",

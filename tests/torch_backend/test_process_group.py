@@ -878,6 +878,27 @@ def test_memory_is_allocated_on_gpus_once_there_is_a_communicator() -> None:
     run(body)
 
 
+def test_a_group_gives_its_memory_back_and_takes_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_SUSPENDABLE", "1")
+
+    def body(group: Any) -> None:
+        assert group.memory_stats() == {"suspend": 0, "suspended": 0, "persist": 0, "total": 0}
+        group.suspend()  # there is no communicator yet
+        all_reduced(group, torch.ones(1 << 20))
+        stats = group.memory_stats()
+        assert stats["suspend"] > 0
+        assert (stats["suspended"], stats["total"]) == (0, stats["suspend"] + stats["persist"])
+        group.suspend()
+        assert group.memory_stats() == {**stats, "suspended": 1}
+        with pytest.raises(RuntimeError, match="suspended"):
+            all_reduced(group, torch.ones(3))
+        group.resume()
+        assert group.memory_stats() == stats
+        assert all_reduced(group, torch.ones(1 << 20)).eq(RANKS).all()
+
+    run(body)
+
+
 @pytest.mark.skipif(process_group.IS_BACKEND, reason="torch keeps other devices' backends from 2.15 on")
 def test_no_rank_drops_the_backend_of_another_device_while_others_make_theirs() -> None:
     """With "cpu:gloo,cuda:proxyccl", making the GPUs' group waits for all ranks, but making the CPUs' does not."""

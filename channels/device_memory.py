@@ -1,0 +1,169 @@
+"""The device memory that one rank of a group allocates, by purpose, and what is saved while the group is suspended."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from proxyccl.channels.segment.control import MEMORY_PURPOSES, ControlSegment, MemoryPurpose
+from proxyccl.device._native import ffi
+from proxyccl.device.runtime import Memory, Runtime
+
+_LEAST_BLOCK = 1 << 20
+"""Bytes of the shortest allocation that is given back while a group is suspended. A driver would round a block up to 2
+MiB, but packs short allocations.
+"""
+_DEAD: frozenset[MemoryPurpose] = frozenset({"packets", "scratch", "staging"})
+"""The purposes of memory whose contents no call reads once all ranks' calls have ended (channels/DESIGN.md)."""
+
+_STAYING: frozenset[MemoryPurpose] = frozenset({"channels", "results"})
+"""The purposes of memory that is never given back: reports read the words of channels, and a program may register a
+result, whose allocation's number would change (`AllocationGuard`).
+"""
+
+Ranges = Sequence[tuple[int, int]]
+"""Offset and bytes of each part of an allocation."""
+
+
+class _Piece(Struct, eq=False):
+    """An allocation.
+
+    Attributes:
+        block: whether the runtime can suspend the memory.
+        control: the parts that kernels need after they were suspended, even if the contents of arrays are dropped; None
+            for the whole allocation.
+    """
+
+    purpose: MemoryPurpose
+    block: bool
+    control: Ranges | None
+
+
+class _Chosen(Struct, eq=False):
+    """A block that is suspended, and its saved contents: offsets, and the bytes there."""
+
+    memory: Memory
+    piece: _Piece
+    saved: list[tuple[int, bytearray]] = []
+
+
+class DeviceMemory:
+    """Allocates a group's device memory on one rank, and keeps an account of the allocations that are alive.
+
+    Args:
+        runtime: allocates the memory.
+        control: this rank's segment, in which `publish` stores the account.
+        suspendable: whether `suspend` will be called, so that memory consists of blocks that can be suspended.
+    """
+
+    def __init__(self, runtime: Runtime, control: ControlSegment, *, suspendable: bool = False) -> None:
+        self._runtime, self._control, self.suspendable = runtime, control, suspendable
+        self._pieces: weakref.WeakKeyDictionary[Memory, _Piece] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()  # guards insertions against iterations; no finalizer takes it
+        self._chosen: list[_Chosen] = []
+        self._suspended = False
+
+    def allocate(self, nbytes: int, purpose: MemoryPurpose, control: Ranges | None = None) -> Memory:
+        """Allocates zeroed device memory that peers can map.
+
+        Args:
+            control: the parts that `suspend` must keep even if it drops the contents of arrays; None for all.
+
+        Raises:
+            ResourceError: too little memory is left.
+        """
+        block = self.suspendable and nbytes >= _LEAST_BLOCK and purpose not in _STAYING
+        memory = self._runtime.allocate_block(nbytes) if block else self._runtime.allocate(nbytes)
+        self._add(memory, _Piece(purpose, block, control))
+        return memory
+
+    def add(self, memory: Memory, purpose: MemoryPurpose) -> None:
+        """Adds memory that another module has allocated to the account."""
+        self._add(memory, _Piece(purpose, False, None))
+
+    def _add(self, memory: Memory, piece: _Piece) -> None:
+        with self._lock:
+            self._pieces[memory] = piece
+
+    def _live(self) -> list[tuple[Memory, _Piece]]:
+        with self._lock:
+            pieces = list(self._pieces.items())
+        return [(memory, piece) for memory, piece in pieces if not memory.closed]
+
+    def usage(self) -> dict[str, int]:
+        """Returns the bytes of the live allocations for each of MEMORY_PURPOSES."""
+        found: dict[str, int] = dict.fromkeys(MEMORY_PURPOSES, 0)
+        suspended = {each.memory for each in self._chosen} if self._suspended else set()
+        for memory, piece in self._live():
+            if memory not in suspended:
+                found[piece.purpose] += memory.nbytes
+        return found
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of the allocations that `suspend` gives back, or has given back."""
+        return sum(memory.nbytes for memory, piece in self._live() if piece.block)
+
+    @property
+    def short_bytes(self) -> int:
+        """The bytes of the allocations that stay on the device."""
+        return sum(memory.nbytes for memory, piece in self._live() if not piece.block)
+
+    def publish(self) -> None:
+        """Stores the account in the rank's segment, where observers read it."""
+        self._control.set_memory_usage(self.usage())
+
+    # -- while the group is suspended ---
+
+    def choose(self) -> list[int]:
+        """Chooses the blocks for `suspend`, keeps them alive until `finish`, and returns their addresses."""
+        self._chosen = [_Chosen(memory, piece) for memory, piece in self._live() if piece.block]
+        return [each.memory.ptr for each in self._chosen]
+
+    def save(self, *, arrays: bool) -> None:
+        """Copies what must survive `suspend` to host memory. `arrays`: whether to copy the contents of arrays and of
+        experts' outputs too.
+        """
+        for each in self._chosen:
+            each.saved = [self._read(each.memory, *part) for part in _kept(each.memory, each.piece, arrays)]
+
+    def _read(self, memory: Memory, offset: int, nbytes: int) -> tuple[int, bytearray]:
+        part = bytearray(nbytes)
+        self._runtime.copy(_address(part), memory.ptr + offset, nbytes)
+        return offset, part
+
+    def suspend(self) -> None:
+        """Gives the chosen blocks back to the device. All peers must have unmapped them."""
+        self._runtime.suspend([each.memory for each in self._open()])
+        self._suspended = True
+
+    def resume(self) -> None:
+        """Allocates the blocks again, and copies the saved contents back. Raises ResourceError if too little memory is
+        left; the blocks then stay suspended.
+        """
+        blocks = self._open()
+        self._runtime.resume([each.memory for each in blocks])
+        self._suspended = False
+        for each in blocks:
+            for offset, part in each.saved:
+                self._runtime.copy(each.memory.ptr + offset, _address(part), len(part))
+
+    def finish(self) -> None:
+        """Drops the saved contents, after all ranks have resumed."""
+        self._chosen = []
+
+    def _open(self) -> list[_Chosen]:
+        return [each for each in self._chosen if not each.memory.closed]
+
+
+def _address(part: bytearray) -> int:
+    return int(ffi.cast("uintptr_t", ffi.from_buffer(part)))
+
+
+def _kept(memory: Memory, piece: _Piece, arrays: bool) -> Ranges:
+    if piece.purpose in _DEAD or (piece.purpose == "arrays" and not arrays):
+        return ()
+    return [(0, memory.nbytes)] if arrays or piece.control is None else piece.control

@@ -1,0 +1,240 @@
+"""Communicators that give their device memory back for a while."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl import (
+    AbortedError,
+    ArgumentError,
+    Communicator,
+    EPAll2AllLayer,
+    ResourceError,
+    RuntimeUnavailableError,
+    SuspendedError,
+)
+from support.device_arrays import barrier, on_device, on_host
+from support.paths import PROGRAMS
+from support.processes import run_processes
+from support.ranks import Ranks
+
+MIB = 1 << 20
+pytestmark = pytest.mark.host_only(reason="AMD's GPUs can't suspend memory; tests/gpu/ suspends NVIDIA's")
+
+
+def pages(comm: Communicator) -> int:
+    """Returns the number of pages of the communicator's blocks."""
+    chosen = [memory for memory, piece in comm.group.device_memory._live() if piece.block]
+    return sum(os.fstat(memory.descriptor).st_blocks for memory in chosen)  # type: ignore[attr-defined]
+
+
+def some_calls(comm: Communicator, array: Any) -> list[bytes]:
+    """Returns the results of calls that use all kinds of the library's memory."""
+    rank, ranks = comm.rank, comm.world_size
+    results = []
+    for count in (100, 100_000):
+        for algorithm in ("one_shot", "two_shot", "ring", "proxy"):
+            x = on_device(comm, np.arange(count, dtype=np.float32) + rank)
+            results.append(comm.all_reduce(x, algorithm=algorithm))
+        results.append(comm.all_gather(on_device(comm, np.full(count, rank, np.int32))))
+    comm.all_reduce(array, out=array)
+    received = on_device(comm, np.zeros(1000, np.int32))
+    with comm.transfers() as transfers:
+        transfers.send(on_device(comm, np.full(1000, rank, np.int32)), (rank + 1) % ranks)
+        transfers.recv(received, (rank - 1) % ranks)
+    barrier(comm)
+    return [on_host(each).tobytes() for each in (*results, received)]
+
+
+@pytest.mark.parametrize("proxy", ["thread", "process"])
+def test_calls_give_the_same_results_after_a_communicator_was_suspended(proxy: str) -> None:
+    def body(comm: Communicator) -> None:
+        array = comm.empty(MIB, "float32").upload(np.full(MIB, 1.0, np.float32))
+        comm.register(array)
+        before = some_calls(comm, array)
+        for _ in range(3):
+            address, used = array.ptr, comm.memory_usage()
+            assert pages(comm) > 0
+            comm.suspend()
+            assert comm.suspended
+            assert pages(comm) == 0
+            assert sum(comm.memory_usage().values()) < 2 * MIB
+            comm.resume()
+            assert not comm.suspended
+            assert comm.memory_usage() == used
+            assert array.ptr == address
+            assert some_calls(comm, array) == before
+        assert set(array.numpy()) == {float(comm.world_size**4)}
+
+    with Ranks(3, suspendable=True, proxy=proxy) as ranks:
+        ranks.run(body)
+
+
+def test_calls_of_a_suspended_communicator_are_refused_before_anything_moves() -> None:
+    def body(comm: Communicator) -> None:
+        x, array = np.ones(8, np.float32), comm.empty(MIB, "float32")
+        window = comm.window(array)
+        for _ in range(3):  # the later calls are issued without Python
+            comm.all_reduce(x)
+        comm.send(x, 1 - comm.rank)
+        comm.recv(x, 1 - comm.rank)
+        comm.suspend()
+        calls = {
+            "all_reduce": lambda: comm.all_reduce(x),
+            "barrier": comm.barrier,
+            "send": lambda: comm.send(x, 1 - comm.rank),
+            "empty": lambda: comm.empty(8),
+            "register": lambda: comm.register(array),
+            "split": lambda: comm.split([0, 1]),
+            "channels": lambda: comm.proxy_channels(array),
+            "put": lambda: window.put(x, 1 - comm.rank),
+            "suspend": comm.suspend,
+        }
+        for call in calls.values():
+            with pytest.raises(SuspendedError):
+                call()
+        comm.resume()
+        with pytest.raises(SuspendedError, match="not suspended"):
+            comm.resume()
+        x[:] = 1
+        comm.all_reduce(x)
+        assert set(x) == {2.0}
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+def test_a_message_sent_before_is_received_afterwards() -> None:
+    def body(comm: Communicator) -> None:
+        comm.prepare_transfers()
+        if comm.rank == 0:
+            comm.send(on_device(comm, np.arange(100)), 1)
+        comm.suspend(save=False)
+        comm.resume()
+        if comm.rank == 1:
+            got = on_device(comm, np.zeros(100, np.int64))
+            comm.recv(got, 0)
+            comm.synchronize()
+            assert np.array_equal(on_host(got), np.arange(100))
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_layers_of_experts_work_after_their_communicator_was_suspended(save: bool) -> None:
+    def body(comm: Communicator) -> None:
+        ranks, tokens, hidden = comm.world_size, 256, 1024
+        layer = EPAll2AllLayer(comm, tokens, hidden, 2, comm.rank, 2 * ranks, ranks, ranks, dtype="float32")
+        assert comm.memory_usage()["experts"] > MIB
+        given = np.random.default_rng(comm.rank).standard_normal((tokens, hidden)).astype(np.float32)
+        ids = np.stack([np.arange(tokens) % (2 * ranks), (np.arange(tokens) + 1) % (2 * ranks)], 1).astype(np.int32)
+        for _ in range(3):
+            for _ in range(2):
+                rows, _, desc = layer.dispatch(on_device(comm, given), on_device(comm, ids))
+                combined = on_host(layer.combine(rows, desc))
+                assert np.array_equal(combined, given + given)
+                barrier(comm)
+            del rows, desc
+            comm.suspend(save=save)
+            with pytest.raises(SuspendedError):
+                layer.dispatch(on_device(comm, given), on_device(comm, ids))
+            comm.resume()
+        layer.finalize()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+def test_arrays_lose_their_contents_if_these_are_not_saved() -> None:
+    def body(comm: Communicator) -> None:
+        array = comm.empty(MIB, "float32").upload(np.ones(MIB, np.float32))
+        comm.suspend(save=False)
+        comm.resume()
+        assert not array.numpy().any()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+def test_a_communicator_that_was_not_made_for_it_is_not_suspended() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(RuntimeUnavailableError, match="suspendable=True"):
+            comm.suspend()
+        assert not comm.suspended
+        comm.barrier()
+
+    with Ranks(2) as ranks:
+        ranks.run(body)
+
+
+def test_ranks_agree_on_whether_they_may_be_suspended() -> None:
+    options = [{"suspendable": False}, {"suspendable": True}]
+    with Ranks(2, options_of=options.__getitem__) as ranks, pytest.raises(ArgumentError, match="suspendable"):
+        ranks.run(lambda _: None)
+
+
+def test_without_memory_to_resume_all_ranks_stay_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Communicator) -> None:
+        array = comm.empty(MIB, "float32").upload(np.full(MIB, 3.0, np.float32))
+        comm.suspend()
+        memory = comm.group.device_memory
+        if comm.rank == 1:
+            with monkeypatch.context() as patched:
+
+                def full(blocks: object) -> None:
+                    raise ResourceError("the device is full")
+
+                patched.setattr(comm.runtime, "resume", full)
+                with pytest.raises(ResourceError, match="rank 1: the device is full"):
+                    comm.resume()
+        else:
+            with pytest.raises(ResourceError, match="rank 1: the device is full"):
+                comm.resume()
+        assert comm.suspended
+        assert memory.usage()["arrays"] == 0
+        comm.resume()
+        assert set(array.numpy()) == {3.0}
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+def test_a_suspended_communicator_can_be_closed_and_its_arrays_freed() -> None:
+    def body(comm: Communicator) -> None:
+        some_calls(comm, comm.empty(MIB, "float32").upload(np.ones(MIB, np.float32)))
+        array = comm.empty(MIB, "float32")
+        comm.suspend()
+        array.free()
+        comm.close()
+        assert comm.closed
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+def test_a_failure_while_suspended_is_noticed() -> None:
+    def body(comm: Communicator) -> None:
+        comm.barrier()
+        comm.suspend()
+        if comm.rank == 1:
+            comm.abort("a reason")
+        with pytest.raises(AbortedError, match="a reason"):
+            comm.resume()
+        with pytest.raises(AbortedError, match="a reason"):
+            comm.barrier()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+def test_a_rank_that_dies_while_suspended_is_noticed_and_the_others_go_on() -> None:
+    survivor, victim = run_processes(2, PROGRAMS / "asleep.py")
+    assert victim.returncode == -signal.SIGKILL
+    assert survivor.returncode == 0, survivor.stderr
+    assert survivor.stdout.splitlines() == ["noticed while suspended", "lost rank 1", f"alone: 3.0 {MIB}"]

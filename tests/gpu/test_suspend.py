@@ -1,0 +1,58 @@
+"""Communicators on GPUs that give their memory back for a while: the device's free memory, and captured graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl import Communicator
+from support.cases.graphs import Graph, Replayed
+from support.cases.reference import Call
+from support.devices import RUNTIME, world_sizes
+from support.ranks import Ranks
+
+pytestmark = pytest.mark.skipif(RUNTIME != "cuda", reason="only NVIDIA's driver suspends memory")
+MIB = 1 << 20
+CALLS = [
+    *(Call("all_reduce", "float32", "sum", algorithm, 300_001) for algorithm in ("one_shot", "two_shot", "proxy")),
+    Call("all_reduce", "float32", "sum", "one_shot", 100),
+    Call("all_gather", "int32", "sum", None, 100_001, in_place=False),
+]
+
+
+@pytest.mark.parametrize("proxy", ["thread", "process"])
+def test_memory_goes_back_to_the_device_and_graphs_stay_valid(proxy: str) -> None:
+    def body(comm: Communicator) -> None:
+        def free() -> float:
+            comm.all_gather_bytes(b"")
+            return comm.runtime.memory_left()[0] / MIB
+
+        stream = comm.runtime.create_stream()
+        array = comm.empty(512 * MIB, "uint8").upload(np.full(512 * MIB, comm.rank, np.uint8))
+        graphs: list[tuple[Replayed, Any]] = []
+        for call in CALLS:
+            replayed = Replayed(comm, call, stream)
+            replayed.issue()
+            comm.synchronize(stream)
+            graphs.append((replayed, Graph(stream, replayed.issue)))
+        for save in (True, False):
+            used, before = comm.memory_usage(), free()
+            comm.suspend(save=save)
+            asleep = free()
+            assert asleep - before > 0.9 * sum(used.values()) / MIB, (before, asleep, used)
+            comm.resume()
+            assert free() < before + 8
+            assert comm.memory_usage() == used
+            assert set(np.unique(array.numpy())) == ({comm.rank} if save else {0})
+            array.fill(comm.rank)
+            for seed, (replayed, graph) in enumerate(graphs):
+                replayed.load(seed)
+                graph.launch()
+                comm.synchronize(stream)
+                replayed.check()
+
+    for ranks in world_sizes(2, 4):
+        with Ranks(ranks, suspendable=True, proxy=proxy) as group:
+            group.run(body)

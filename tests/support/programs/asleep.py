@@ -1,0 +1,40 @@
+"""Suspends the communicator of two ranks, and kills rank 1. Rank 0 prints the error of `resume`, and goes on alone."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from proxyccl import Communicator, PeerLostError
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+from support.processes import FileBootstrap
+
+comm = Communicator(FileBootstrap.from_environment(), timeout=60, suspendable=True)
+x = comm.empty(1 << 20, "float32").fill(1)
+comm.all_reduce(x)
+comm.suspend()
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+deadline = time.monotonic() + 30
+try:
+    while time.monotonic() < deadline:  # the watcher notices the loss without a call
+        comm.check()
+        time.sleep(0.01)
+except PeerLostError:
+    print("noticed while suspended")
+try:
+    comm.resume()
+except PeerLostError as error:
+    print(f"lost rank {error.peer}")
+rest = comm.shrink()
+y = rest.empty(1 << 20, "float32").fill(3)
+rest.all_reduce(y)
+print("alone:", float(y.numpy()[-1]), np.size(y.numpy()))
+rest.suspend()
+rest.resume()
+rest.close()
