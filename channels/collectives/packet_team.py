@@ -6,9 +6,6 @@ kernel's parameter ProxycclPacketTeam (packet_team.h) describes the scratch memo
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
-
 from msgspec import Struct
 
 from proxyccl.channels.collectives.request import CtaPolicy
@@ -16,9 +13,8 @@ from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import round_up
-from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import DType
-from proxyccl.device.base_runtime import LaunchDefaults, Memory
+from proxyccl.device.base_runtime import LaunchDefaults
 
 MAX_RANKS: int = lib.PROXYCCL_MAX_PACKET_RANKS
 """The most ranks whose addresses the kernels' parameter has room for."""
@@ -27,9 +23,7 @@ SLOT_PACKETS = 2048
 many, a block takes fewer.
 """
 SCRATCH_BYTES = 32 * 1024 * 1024
-"""Size of the scratch memory of long calls' packets, and of the scratch memory of long calls' lines."""
-_SHORT_LINE_PACKETS = 512
-"""Packets of a slot for lines of short calls, divided by the number of ranks: 4 MiB of memory for 132 blocks."""
+"""Size of the scratch memory of packets, and of the scratch memory of lines."""
 
 PACKET_BYTES = 16
 _PAYLOAD_BYTES = 8
@@ -128,16 +122,15 @@ class RowShape(Struct, frozen=True):
 
 
 class PacketTeam:
-    """The state of packet algorithms, for ranks of which each maps every other rank's memory. A call takes the smallest
-    scratch memory in which it needs as few epochs as in the largest one, so that short calls need little memory.
+    """The state of packet algorithms. All ranks construct a `PacketTeam` together; each rank must have mapped every
+    other rank's memory.
 
     Args:
         whole_lines: whether all ranks' links carry lines of 128 bytes in one piece, so that packets may be lines.
 
     Attributes:
         move_bytes: the longest share that an all_gather or an all_to_all moves in packets.
-        packets: the memory of packets, for short and for long calls.
-        lines: the memory of lines, for short and for long calls; empty if links do not carry lines.
+        scratch: the memory of packets; if links carry lines, a second item is the memory of lines.
     """
 
     def __init__(self, group: Group, *, whole_lines: bool) -> None:
@@ -148,46 +141,41 @@ class PacketTeam:
         self._max_threads, self._defaults = max(defaults.threads, defaults.packet_threads), defaults
         self._ranks = ranks
         blocks = defaults.pair_packet_blocks if ranks == 2 else defaults.packet_blocks
-        self.packets = [PacketScratch(group, blocks, most) for most in (defaults.packet_threads, SLOT_PACKETS)]
-        self.lines: list[PacketScratch] = []
+        self.scratch = [PacketScratch(group, blocks, SLOT_PACKETS)]
         self._line_bytes, self._efficient_blocks = defaults.line_bytes, defaults.efficient_blocks
         if whole_lines:
             most = SCRATCH_BYTES // (_slots(1, ranks) * _LINE_PACKETS * _LINE_WARP * PACKET_BYTES)
-            least = _LINE_PACKETS * _LINE_WARP
-            short = max(least, _SHORT_LINE_PACKETS // ranks // least * least)
-            blocks = min(defaults.line_blocks, most)
-            self.lines = [PacketScratch(group, blocks, each) for each in (short, _LINE_PACKETS * SLOT_PACKETS)]
+            self.scratch.append(PacketScratch(group, min(defaults.line_blocks, most), _LINE_PACKETS * SLOT_PACKETS))
 
     def launch(self, algorithm: str, dtype: DType, count: int, policy: CtaPolicy) -> PacketLaunch:
         if algorithm == "recursive_doubling":
-            return self._in_packets(count * dtype.accumulator_itemsize)
+            return self._packets(count * dtype.accumulator_itemsize)
         share = -(-count // self._ranks) if algorithm == "two_shot_packets" else count
         return self.move(share * dtype.itemsize, policy)
 
     def move(self, share: int, policy: CtaPolicy) -> PacketLaunch:
         """Returns the launch of a call in which each rank sends `share` bytes to each other rank."""
-        if not self.lines or share < self._line_bytes:
-            return self._in_packets(share)
-        blocks = self.lines[0].blocks
-        return self._in_lines(share, min(blocks, self._efficient_blocks) if policy == "efficiency" else blocks)
+        if len(self.scratch) == 1 or share < self._line_bytes:
+            return self._packets(share)
+        blocks = self.scratch[1].blocks
+        return self._lines(share, min(blocks, self._efficient_blocks) if policy == "efficiency" else blocks)
 
-    def _in_packets(self, share: int) -> PacketLaunch:
+    def _packets(self, share: int) -> PacketLaunch:
         payloads = -(-share // _PAYLOAD_BYTES)
-        blocks = max(1, min(self.packets[0].blocks, -(-payloads // self._threads)))
+        scratch = self.scratch[0]
+        blocks = max(1, min(scratch.blocks, -(-payloads // self._threads)))
         each = -(-payloads // blocks)
-        epochs, scratch = _fewest((-(-each // scratch.slot_packets), scratch) for scratch in self.packets)
+        epochs = -(-each // scratch.slot_packets)
         each = -(-each // epochs)
         threads = min(self._max_threads, round_up(each, _WARP))
         return PacketLaunch(False, blocks, threads, scratch.parameter(payloads, epochs, each))
 
-    def _in_lines(self, share: int, most_blocks: int) -> PacketLaunch:
+    def _lines(self, share: int, most_blocks: int) -> PacketLaunch:
         units = -(-share // ALIGNMENT)
         packets = -(-units // _LINE_UNITS) * _LINE_THREADS
+        scratch = self.scratch[1]
         share_of_block = round_up(-(-packets // most_blocks), _LINE_WARP)
-        epochs, scratch = _fewest(
-            (-(-share_of_block // (scratch.slot_packets // _LINE_PACKETS // _LINE_WARP * _LINE_WARP)), scratch)
-            for scratch in self.lines
-        )
+        epochs = -(-share_of_block // (scratch.slot_packets // _LINE_PACKETS // _LINE_WARP * _LINE_WARP))
         each = round_up(-(-share_of_block // epochs), _LINE_WARP)
         blocks = -(-packets // (epochs * each))
         threads = round_up(-(-each // -(-each // self._max_threads)), _LINE_WARP)
@@ -197,20 +185,15 @@ class PacketTeam:
         """Returns how `rows` rows of `row_bytes` bytes are divided among this team's packets and blocks. If there are
         few rows, the blocks of a cluster share each row, so that each block has less to send and to compute.
         """
-        lines = bool(self.lines)
+        lines = len(self.scratch) > 1
         blocks = self._defaults.row_blocks if lines and rows <= _MOST_SHARED_ROWS else 1
-        shapes = (
-            RowShape.of(self._defaults, row_bytes, scratch, lines=lines, blocks=blocks)
-            for scratch in self.lines or self.packets
-        )
-        return min(shapes, key=lambda shape: shape.epochs)
+        return RowShape.of(self._defaults, row_bytes, self.scratch[-1], lines=lines, blocks=blocks)
 
     def of_rows(self, shape: RowShape, rows: int, policy: CtaPolicy) -> tuple[int, bytes]:
         """Returns the number of blocks, and the first parameter, of a kernel in which each block handles one or more
         rows, or a part of a row.
         """
-        room = _LINE_PACKETS if shape.lines else 1
-        scratch = next(each for each in self.lines or self.packets if shape.packets * room <= each.slot_packets)
+        scratch = self.scratch[-1]
         most = min(scratch.blocks, self._efficient_blocks) if policy == "efficiency" else scratch.blocks
         together = min(rows, most // shape.blocks)
         return together * shape.blocks, scratch.parameter(
@@ -219,12 +202,13 @@ class PacketTeam:
 
     def close(self) -> None:
         """Frees the memory. All kernels of all ranks must have completed."""
-        for scratch in (*self.packets, *self.lines):
+        for scratch in self.scratch:
             scratch.close()
 
 
 class PacketScratch:
-    """Memory for packets on each rank, and the epoch counters of the kernels' blocks, allocated for the first call.
+    """Memory for packets on each rank, and the epoch counters of the kernels' blocks. All ranks construct a
+    `PacketScratch` together.
 
     Args:
         blocks: the most blocks of a kernel.
@@ -232,49 +216,35 @@ class PacketScratch:
 
     Attributes:
         slot_packets: packets of a slot.
-        epochs: the blocks' counters of epochs, uint32 each, in device memory; None before the first call.
+        epochs: the blocks' counters of epochs, uint32 each, in device memory.
     """
 
     def __init__(self, group: Group, blocks: int, most: int) -> None:
-        self._group, self.blocks = group, blocks
-        self._slots = _slots(blocks, group.world_size)
-        self.slot_packets = min(most, SCRATCH_BYTES // (self._slots * PACKET_BYTES) // _LINE_THREADS * _LINE_THREADS)
-        self.epochs: Memory | None = None
-        self._scratch: Array | None = None
-        self._team = ffi.new("ProxycclPacketTeam *")
+        ranks = group.world_size
+        self.blocks = blocks
+        slots = _slots(blocks, ranks)
+        self.slot_packets = min(most, SCRATCH_BYTES // (slots * PACKET_BYTES) // _LINE_THREADS * _LINE_THREADS)
+        self._scratch = allocate(group, (slots * self.slot_packets * PACKET_BYTES,), "uint8", "packets")
+        self._memory = register(group, self._scratch)
+        self.epochs = group.device_memory.allocate(blocks * ffi.sizeof("uint32_t"), "packets")
 
-    def _allocate(self) -> None:
-        group = self._group
-        self._scratch = allocate(group, (self._slots * self.slot_packets * PACKET_BYTES,), "uint8", "packets")
-        memory = register(group, self._scratch)
-        self.epochs = group.device_memory.allocate(self.blocks * ffi.sizeof("uint32_t"), "packets")
-        team = self._team
-        team.rank, team.world_size, team.slot_packets = group.rank, group.world_size, self.slot_packets
+        team = self._team = ffi.new("ProxycclPacketTeam *")
+        team.rank, team.world_size, team.slot_packets = group.rank, ranks, self.slot_packets
         team.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
         team.epochs = ffi.cast("uint32_t *", self.epochs.ptr)
         team.scratch = ffi.cast("char *", self._scratch.ptr)
-        for peer in range(group.world_size):
+        for peer in range(ranks):
             if peer != group.rank:
-                team.remote[peer] = ffi.cast("char *", memory.peer_ptr(peer))
+                team.remote[peer] = ffi.cast("char *", self._memory.peer_ptr(peer))
 
     def parameter(self, share: int, epochs: int, epoch_packets: int) -> bytes:
-        """Returns a kernel's parameter. All ranks make the first call together."""
-        if self.epochs is None:
-            self._allocate()
         team = ffi.new("ProxycclPacketTeam *", self._team[0])
         team.share, team.call_epochs, team.epoch_packets = share, epochs, epoch_packets
         return bytes(ffi.buffer(team))
 
     def close(self) -> None:
-        if self._scratch is not None:
-            self._scratch.free()
-        if self.epochs is not None:
-            self.epochs.close()
-
-
-def _fewest(choices: Iterable[tuple[int, PacketScratch]]) -> tuple[int, PacketScratch]:
-    """Returns the pair of a number of epochs and a scratch memory that has the fewest epochs; of several, the first."""
-    return min(choices, key=operator.itemgetter(0))
+        self._scratch.free()
+        self.epochs.close()
 
 
 def _slots(blocks: int, ranks: int) -> int:

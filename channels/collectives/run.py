@@ -185,7 +185,7 @@ def _prepare_barrier(
             teams = collectives.levels()
         else:
             teams = (collectives.team(),)
-        launches = [shipped.prepare(1, team.threads, team.signals()) for team in teams]
+        launches = [shipped.prepare(1, team.threads, team.parameter()) for team in teams]
         return launches[0] if len(launches) == 1 else StreamOperations(group.runtime, launches)
 
     return collectives.prepare_form(CollectiveCall("barrier", root=int(inside), count=1), (), launch, logged=logged)

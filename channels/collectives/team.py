@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from proxyccl.channels.collectives import packet_team
 from proxyccl.channels.collectives.packet_team import PacketTeam
@@ -48,7 +48,7 @@ class Links:
     """A table of ProxycclLink (team.h), indexed by lane and member. All ranks construct a `Links` together.
 
     Args:
-        memory: the scratch memory that peers write to; None if the kernels do not take its addresses from the table.
+        memory: the scratch memory that peers write to.
         proxied: the scratch memory that proxies of peers write to.
         members: the ranks of the table's columns.
         via_proxy: members reached through the proxy; the memory of all other members is mapped.
@@ -64,8 +64,8 @@ class Links:
     def __init__(
         self,
         group: Group,
-        memory: RegisteredMemory | None,
-        proxied: RegisteredMemory | PinnedRange | None,
+        memory: RegisteredMemory,
+        proxied: RegisteredMemory | PinnedRange,
         members: Sequence[int],
         via_proxy: list[int],
         lanes: int,
@@ -76,7 +76,6 @@ class Links:
         self.proxy_channels: dict[int, list[ProxyChannel]] = {}
         self._kept: object = None
         if proxied_anywhere:
-            assert proxied is not None
             self.proxy_channels, self._kept = connect_handles(group, proxied, proxied, via_proxy, lanes)
         self.sleepers = group.links.proxy.sleepers if self.proxy_channels else None
         self.table = ffi.new("ProxycclLink[]", lanes * len(members))
@@ -90,8 +89,7 @@ class Links:
                     ffi.memmove(ffi.addressof(link, "proxy"), handle, ffi.sizeof("ProxycclProxyChannel"))
                 elif peer != group.rank:
                     self._semaphores.fill(link.semaphore, peer, lane)
-                    if memory is not None:
-                        link.remote = ffi.cast("char *", memory.peer_ptr(peer))
+                    link.remote = ffi.cast("char *", memory.peer_ptr(peer))
 
     def on_device(self, group: Group, before: int) -> Memory:
         """Returns device memory that holds `before` bytes and then the table."""
@@ -103,18 +101,6 @@ class Links:
     def close(self) -> None:
         """Frees this rank's semaphores. All kernels of this rank must have completed."""
         self._semaphores.close()
-
-
-class _Scratch:
-    """Scratch memory that all ranks allocate together."""
-
-    def __init__(self, group: Group, nbytes: int) -> None:
-        self.array = allocate(group, (nbytes,), "uint8", "scratch")
-        self.memory = register(group, self.array)
-
-
-_Buffers = Literal["rounds", "pieces"]
-"""The kind of buffers in scratch memory that a call uses (team.h)."""
 
 
 class Team:
@@ -160,21 +146,15 @@ class Team:
 
         exchange_bytes = _PINNED_BUFFER_BYTES if self.pinned else defaults.exchange_bytes
         pipeline_bytes = _PINNED_BUFFER_BYTES if self.pinned else defaults.pipeline_bytes
-        self._members, self._group = members, group
-        self._sizes: dict[_Buffers, int] = {
-            "rounds": lib.PROXYCCL_ROUND_BUFFERS * exchange_bytes,
-            "pieces": lib.PROXYCCL_PIPELINE_BUFFERS * pipeline_bytes,
-        }
-        buffers = sum(self._sizes.values())
-        self._outputs_bytes = outputs = round_up(2 * lanes * ranks * packet_team.PACKET_BYTES, 128)
+        buffers = lib.PROXYCCL_ROUND_BUFFERS * exchange_bytes + lib.PROXYCCL_PIPELINE_BUFFERS * pipeline_bytes
+        outputs = round_up(2 * lanes * ranks * packet_team.PACKET_BYTES, 128)
         self._writes_outputs = self.all_mapped and members == list(range(group.world_size))
-        self._apart: dict[_Buffers, _Scratch] = {}
-        self._whole = self._pinned = None
-        if not (self.all_mapped and all(flags)):
-            both_ways = 2 * buffers + outputs
-            self._whole = _Scratch(group, buffers + outputs if self.all_mapped or self.pinned else both_ways)
-            self._pinned = PinnedRange(group, both_ways) if self.pinned else None
-        memory = None if self._whole is None else self._whole.memory
+        both_ways = 2 * buffers + outputs
+        nbytes = buffers + outputs if self.all_mapped or self.pinned else both_ways
+        self._scratch = allocate(group, (nbytes,), "uint8", "scratch")
+        memory = register(group, self._scratch)
+        self._pinned = PinnedRange(group, both_ways) if self.pinned else None
+        self._kept = memory
         proxied, by_any = self._pinned or memory, not all(flags)
         self._links = Links(group, memory, proxied, members, via_proxy, lanes, proxied_anywhere=by_any)
         self.proxy_channels = self._links.proxy_channels
@@ -187,18 +167,16 @@ class Team:
         team.counters = ffi.cast("ProxycclTeamCounters *", self._memory.ptr)
         team.epochs = ffi.cast("uint32_t *", self._memory.ptr + epochs_offset)
         team.links = ffi.cast("ProxycclLink *", self._memory.ptr + counters_bytes)
-        if self._whole is not None and proxied is not None:
-            team.scratch = ffi.cast("char *", self._whole.memory.ptr)
-            team.proxied = ffi.cast("char *", proxied.ptr)
-            for number in range(min(ranks, lib.PROXYCCL_MAX_MAPPED_RANKS)):
-                team.remote[number] = self._links.table[number].remote
+        team.scratch = ffi.cast("char *", self._scratch.ptr)
+        team.proxied = ffi.cast("char *", proxied.ptr)
         team.exchange_bytes, team.pipeline_bytes = exchange_bytes, pipeline_bytes
         most = min(_ONE_CROSSING_BYTES, exchange_bytes // ranks // 128 * 128)
         if self.pinned:  # `pinned_kernel_bytes` limits the bytes for all peers together
             most = min(most, defaults.pinned_kernel_bytes // max(1, ranks - 1))
         team.one_crossing_bytes = most if self.all_mapped or ranks > 2 else _NO_LIMIT
-        team.pipeline_offset, team.outputs_offset = self._sizes["rounds"], buffers
-        team.staging_offset, team.lanes = buffers + outputs, lanes
+        team.outputs_offset, team.staging_offset, team.lanes = buffers, buffers + outputs, lanes
+        for number in range(min(ranks, lib.PROXYCCL_MAX_MAPPED_RANKS)):
+            team.remote[number] = self._links.table[number].remote
         with_packets = self.all_mapped and ranks == group.world_size <= packet_team.MAX_RANKS
         self.packets = PacketTeam(group, whole_lines=whole_lines) if with_packets else None
 
@@ -216,12 +194,8 @@ class Team:
         most = self._efficient_blocks if policy == "efficiency" else self.blocks
         return max(1, min(most, -(-nbytes // self._bytes_per_block)))
 
-    def signals(self) -> bytes:
-        """Returns the ProxycclTeam of a kernel that only signals, and uses no scratch memory."""
-        return self._struct(self._call(0))
-
     def parameter(self, *, nbytes: int = 0, reached: bool = False, divisor: int | None = None) -> bytes:
-        """Returns the ProxycclTeam of a kernel that exchanges its data in rounds.
+        """Returns the ProxycclTeam that a kernel takes.
 
         Args:
             divisor: the divisor of an average; None for the number of the team's ranks.
@@ -230,7 +204,7 @@ class Team:
             reached: whether the kernels of all ranks reach this rank's output, so that the prepared call holds the
                 addresses at which peers reach the output.
         """
-        return self._struct(self._using("rounds", self._call(nbytes, divisor)), reached=reached)
+        return self._struct(self._call(nbytes, divisor), reached=reached)
 
     def pipeline(
         self,
@@ -256,7 +230,7 @@ class Team:
         if not self.all_mapped:  # even a message that fits in one piece is cut, so that its transfers overlap
             most = max(round_up(-(-share // _PROXIED_PARTS), aligned), _SHORTEST_PROXIED_PIECE // itemsize)
         self._cut(team, share, itemsize, most)
-        return self.grid(count * itemsize, policy), self._struct(self._using("pieces", team), reached=reached)
+        return self.grid(count * itemsize, policy), self._struct(team, reached=reached)
 
     def scatter(self, count: int, itemsize: int, policy: CtaPolicy) -> tuple[int, bytes]:
         """Returns the number of blocks of a reduce_scatter kernel for `count` elements of each rank, and the
@@ -266,7 +240,6 @@ class Team:
         team = self._call(0)
         if self.all_mapped and nbytes % 16 == 0 and nbytes * (team.world_size - 1) > team.exchange_bytes:
             self._cut(team, count, itemsize, count)
-        self._using("pieces" if team.pieces else "rounds", team)
         return self.grid(nbytes * team.world_size, policy), self._struct(team)
 
     @staticmethod
@@ -277,23 +250,6 @@ class Team:
         team.share, team.slot_bytes = share, team.pipeline_bytes // (team.world_size - 1) // 128 * 128
         team.piece = min(team.slot_bytes // itemsize, share, most)
         team.pieces = -(-share // team.piece)
-
-    def _using(self, buffers: _Buffers, team: ProxycclTeamPointer) -> ProxycclTeamPointer:
-        """Sets the scratch memory of a call that uses these buffers, and returns `team`. If all peers are mapped, the
-        first such call allocates the memory, which all ranks do together.
-        """
-        if self._whole is not None:
-            return team
-        nbytes = self._sizes[buffers]
-        if buffers not in self._apart:
-            self._apart[buffers] = _Scratch(self._group, nbytes + self._outputs_bytes)
-        memory = self._apart[buffers].memory
-        team.scratch = ffi.cast("char *", memory.ptr)
-        for number, peer in enumerate(self._members):
-            if peer != self._group.rank:
-                team.remote[number] = ffi.cast("char *", memory.peer_ptr(peer))
-        team.pipeline_offset, team.outputs_offset = 0, nbytes
-        return team
 
     def _struct(self, team: ProxycclTeamPointer, *, reached: bool = False) -> bytes:
         peers_words = _REACHED_AT if reached and self._writes_outputs else None
@@ -311,9 +267,7 @@ class Team:
 
     def close(self) -> None:
         """Frees the memory. All kernels of all ranks must have completed."""
-        for scratch in (self._whole, *self._apart.values()):
-            if scratch is not None:
-                scratch.array.free()
+        self._scratch.free()
         self._memory.close()
         self._links.close()
         if self._pinned is not None:

@@ -53,7 +53,7 @@ PROXYCCL_DEVICE Buffers roundBuffers(const ProxycclTeam& team, uint32_t slots) {
   return {0, team.exchange_bytes, team.exchange_bytes / (static_cast<uint64_t>(lanesOf(team)) * slots) & ~127ull};
 }
 PROXYCCL_DEVICE Buffers pipelineBuffers(const ProxycclTeam& team) {
-  return {team.pipeline_offset, team.pipeline_bytes, team.slot_bytes};
+  return {PROXYCCL_ROUND_BUFFERS * team.exchange_bytes, team.pipeline_bytes, team.slot_bytes};
 }
 
 // This block's lane: its links, its `slots` slots in each buffer, and its threads. Thread p of the lane's first block

@@ -97,8 +97,9 @@ class ScatteredReduction {
   // Returns the address of the slot for rank `of`, for piece k, in the scratch memory of rank `at`.
   PROXYCCL_DEVICE T* slot(uint32_t at, uint32_t kind, uint64_t k, uint32_t of) const {
     const uint32_t buffer = kind + static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH);
-    return reinterpret_cast<T*>((at == team_.rank ? team_.scratch : team_.remote[at]) + team_.pipeline_offset +
-                                buffer * team_.pipeline_bytes + slotOf(at, of) * team_.slot_bytes);
+    return reinterpret_cast<T*>((at == team_.rank ? team_.scratch : team_.remote[at]) +
+                                PROXYCCL_ROUND_BUFFERS * team_.exchange_bytes + buffer * team_.pipeline_bytes +
+                                slotOf(at, of) * team_.slot_bytes);
   }
 
   PROXYCCL_DEVICE void copy(T* to, T* from, uint64_t count) const {

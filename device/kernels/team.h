@@ -23,12 +23,11 @@ typedef struct ProxycclLink {
 
 /* Scratch memory has the same layout on each rank, in this order:
  * - PROXYCCL_ROUND_BUFFERS buffers of exchange_bytes bytes: the peers' data of a round (exchange.h);
- * - from pipeline_offset on, PROXYCCL_PIPELINE_BUFFERS buffers of pipeline_bytes bytes: the peers' data of a piece
- *   (scattered_reduction.h, all_reduce_two_shot.h, all_reduce_by_proxy.h);
+ * - PROXYCCL_PIPELINE_BUFFERS buffers of pipeline_bytes bytes: the peers' data of a piece (scattered_reduction.h,
+ *   all_reduce_two_shot.h, all_reduce_by_proxy.h);
  * - outputs [lanes][world_size]: packets with the addresses of peers' outputs (outputs.h);
  * - if some peer is not mapped, from staging_offset on: the same buffers for data that the proxy is to send.
- * Data of peers that are not mapped arrives at the same offsets in `proxied`. If all peers are mapped, a call uses
- * either buffers for rounds or buffers for pieces, and its scratch memory lacks the others.
+ * Data of peers that are not mapped arrives at the same offsets in `proxied`.
  */
 enum {
   PROXYCCL_ROUND_BUFFERS = 2, /* indexed by the parity of `round` */
@@ -60,7 +59,7 @@ typedef struct ProxycclTeam {
                     the staged data */
   uint64_t exchange_bytes; /* bytes of a buffer for rounds, for all peers together */
   uint64_t pipeline_bytes; /* bytes of a buffer for the pipeline, for all peers together */
-  uint64_t pipeline_offset, outputs_offset, staging_offset;
+  uint64_t outputs_offset, staging_offset;
   uint64_t one_crossing_bytes; /* an all_reduce of at most this many bytes sends whole arrays (all_reduce_by_proxy.h) */
   /* The host computes how a call is cut into pieces, because division is slow on a device. `share` is the number of
    * elements that a rank reduces, `piece` the number of elements in a piece of a share, `pieces` their number. */

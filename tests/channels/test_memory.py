@@ -182,13 +182,11 @@ def test_a_closed_communicator_frees_what_was_registered_with_it() -> None:
 
 def test_a_closed_communicator_frees_scratch_memory() -> None:
     def body(comm: Communicator) -> list[Array]:
-        for algorithm in ("two_shot", "proxy"):
+        for algorithm in (None, "proxy"):
             on_host(comm.all_reduce(on_device(comm, np.ones(100_000, np.float32)), algorithm=algorithm))
         stages = comm.collectives.by_proxy().memories._stages.values()
-        apart = comm.collectives.team()._apart
-        scratch = [*(each.array for each in apart.values()), *(array for arrays in stages for array in arrays)]
-        assert apart
-        assert len(scratch) > len(apart)
+        scratch = [comm.collectives.team()._scratch, *(array for arrays in stages for array in arrays)]
+        assert len(scratch) > 1
         assert not any(array.memory.closed for array in scratch)
         return scratch
 
