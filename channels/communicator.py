@@ -306,13 +306,14 @@ class Communicator(CollectiveCalls):
         The ranks of this communicator call this; new processes construct a `Communicator` with their bootstrap, and
         with the same options. If `transport` is given for some pairs of ranks, all ranks must pass it, with the ranks'
         new numbers. This communicator stays usable, and closing it does not affect the new one. The new communicator
-        keeps the device, compiled kernels, options and mappings, and uses arrays of `empty` in place.
+        keeps the device, compiled kernels, options and mappings, and uses arrays of `empty` in place. After a `shrink`,
+        a new process can have the number of the lost rank, and each old rank the number that it had before.
 
         Args:
             bootstrap: a bootstrap of all ranks, old and new, in the order of their new numbers; as for the constructor.
             timeout: bound of every wait, in seconds; None for this communicator's.
 
-        Raises the errors of the constructor, and the failure of this communicator.
+        Raises the errors of the constructor, or this communicator's failure as soon as this communicator fails.
         """
         self._group.failure.require_usable()
         bounded = self.timeout if timeout is None else timeout_from(timeout)

@@ -193,10 +193,11 @@ class Group:
 
     def grow(self, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Group:
         """Makes a group of the ranks of a bootstrap, including this rank. The new group outlives this group. Raises the
-        errors of `meet`.
+        errors of `meet`; or this group's failure, if this group fails during the call.
         """
         with self._one_caller.only("grow"):
-            meeting = regroup(self._meeting, bootstrap, timeout, owns_bootstrap=owns_bootstrap)
+            check = self.failure.require_usable
+            meeting = regroup(self._meeting, bootstrap, timeout, check, owns_bootstrap=owns_bootstrap)
             return Group(meeting, mapped=self._mapped)
 
     def _stop_work(self) -> None:

@@ -29,10 +29,16 @@ from proxyccl.channels.expert_parallel.recording import (
     recorder_of_dispatch,
     refuse_recording,
 )
+from proxyccl.channels.ranks import as_ranks
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
 
 _MOST_NARROWED = 16
+
+
+def _require_communicator(communicator: Any) -> None:
+    if not isinstance(communicator, Communicator):
+        raise ArgumentError("communicator", f"must be a Communicator, not {type(communicator).__name__}")
 
 
 class UnderWay(Struct):
@@ -256,22 +262,64 @@ class EPAll2AllLayer:
             ResourceError: no memory or channel ids are left.
             CommunicatorError: see `Communicator.shrink`.
         """
-        if communicator is not None and not isinstance(communicator, Communicator):
-            raise ArgumentError("communicator", f"must be a Communicator or None, not {type(communicator).__name__}")
+        if communicator is not None:
+            _require_communicator(communicator)
         survivors = self.ctx.communicator.shrink() if communicator is None else communicator
         members = Members(survivors, owned=communicator is None)
         with members.closed_on_error():
-            all_ranks = range(self._parts.options.all_ranks)
-            present = [rank for rank in all_ranks if rank not in self.lost_ranks]
+            present = self._present
             if not survivors.members or max(survivors.members) >= len(present):
                 raise ArgumentError("communicator", "must come from layer.ctx.communicator.shrink()")
             left = {present[member] for member in survivors.members}
+        return self._on_members(members, [rank for rank in range(self._parts.options.all_ranks) if rank not in left])
+
+    def grow(self, communicator: Communicator, *, lost_ranks: Sequence[int] = ()) -> EPAll2AllLayer:
+        """Returns a layer with this layer's options on ranks among which new processes have taken the places of lost
+        ranks. All ranks of this layer call this together, while the new processes construct an `EPAll2AllLayer` on
+        their communicator, with the same options.
+
+        A new process has the number of a lost rank, and therefore the experts of that rank. This layer stays usable
+        until its `finalize`. Descriptors and captured graphs belong to the layer that made them, so the program
+        captures the new layer's calls in new graphs.
+
+        Args:
+            communicator: the result of `Communicator.grow` of this layer's communicator. The layer's original ranks
+                without `lost_ranks`, in ascending order, are its ranks.
+            lost_ranks: the original numbers of the ranks that remain lost. The new processes pass the same lost_ranks.
+
+        Raises:
+            ArgumentError: `communicator` has a different number of ranks, or gives this rank the place of a different
+                rank; or an option differs between ranks.
+            ResourceError: no memory or channel ids are left.
+            CommunicatorError: a peer failed; see its subclasses.
+        """
+        _require_communicator(communicator)
+        options = self._parts.options
+        lost = as_ranks(options.all_ranks, lost_ranks, "lost_ranks")
+        left = [rank for rank in range(options.all_ranks) if rank not in lost]
+        own, ranks = self._present[options.config.rank], communicator.world_size
+        if ranks != len(left):
+            raise ArgumentError("communicator", f"has {ranks} ranks; expected {len(left)}, with {len(lost)} still lost")
+        if left[communicator.rank] != own:
+            what = f"gives this rank, {own}, the place of rank {left[communicator.rank]}"
+            raise ArgumentError("communicator", f"{what}; expected every rank to keep its original place")
+        return self._on_members(Members(communicator), lost)
+
+    @property
+    def _present(self) -> list[int]:
+        """The original numbers of this layer's ranks."""
+        return [rank for rank in range(self._parts.options.all_ranks) if rank not in self.lost_ranks]
+
+    def _on_members(self, members: Members, lost_ranks: Sequence[int]) -> EPAll2AllLayer:
+        """Returns a layer with this layer's options on other ranks."""
+        group = members.group
+        with members.closed_on_error():
             options = replace(
                 self._parts.options,
-                rank=survivors.rank,
-                local_world_size=node_size(survivors.group),
-                world_size=survivors.world_size,
-                lost_ranks=[rank for rank in all_ranks if rank not in left],
+                rank=group.rank,
+                local_world_size=node_size(group),
+                world_size=group.world_size,
+                lost_ranks=lost_ranks,
             )
         return EPAll2AllLayer._on(members, options)
 
