@@ -35,6 +35,7 @@ from proxyccl.device.arguments.texts import require_text, require_texts
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.environment import warn_of_unknown
 from proxyccl.device.errors import (
+    AbortedError,
     ArgumentError,
     ClosedError,
     CommunicatorError,
@@ -309,19 +310,34 @@ class Communicator(CollectiveCalls):
         keeps the device, compiled kernels, options and mappings, and uses arrays of `empty` in place. After a `shrink`,
         a new process can have the number of the lost rank, and each old rank the number that it had before.
 
+        Either all ranks of this communicator get the new communicator, or the call raises an error on all of them.
+        After an error this communicator is usable, unless it has itself failed.
+
         Args:
             bootstrap: a bootstrap of all ranks, old and new, in the order of their new numbers; as for the constructor.
             timeout: bound of every wait, in seconds; None for this communicator's.
 
-        Raises the errors of the constructor, or this communicator's failure as soon as this communicator fails.
+        Raises the errors of the constructor; AbortedError if another rank could not join; or this communicator's
+        failure as soon as this communicator fails.
         """
         self._group.failure.require_usable()
         bounded = self.timeout if timeout is None else timeout_from(timeout)
         joined, made_here = as_bootstrap(bootstrap)
         grown = object.__new__(Communicator)
-        grown._open(self._group.grow(joined, bounded, owns_bootstrap=made_here), self._collectives.standing)
-        grown._group.symmetric.inherit(self._group.symmetric)
-        return grown
+        failure: ProxyCCLError | None = None
+        try:
+            grown._open(self._group.grow(joined, bounded, owns_bootstrap=made_here), self._collectives.standing)
+        except ProxyCCLError as error:
+            failure = error
+        if self._group.all_have_grown(joined=failure is None):
+            grown._group.symmetric.inherit(self._group.symmetric)
+            return grown
+        if failure is not None:
+            raise failure
+        reason = "grow: another rank could not join"
+        grown._group.close(reason=reason)
+        self._group.failure.require_usable()
+        raise AbortedError(reason, rank=self.rank, operation="grow")
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from proxyccl.channels.expert_parallel.forms import Forms
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members, node_size
 from proxyccl.channels.expert_parallel.options import LayerOptions
+from proxyccl.channels.expert_parallel.placement import agree_on_placement
 from proxyccl.channels.expert_parallel.recording import (
     Dispatched,
     recorder_of,
@@ -202,7 +203,9 @@ class EPAll2AllLayer:
     def _open(self, members: Members, options: LayerOptions, name: str = "", compared: Any = None, *names: Any) -> None:
         with members.closed_on_error():
             name = name or f"a layer with {options.layout!r} rows ({options.config.describe()})"
-            ctx = DispatchCombineContext(members, options, members.agree_on(compared or options.compared, name))
+            number = members.agree_on(compared or options.compared, name)
+            options = agree_on_placement(members.group, options)
+            ctx = DispatchCombineContext(members, options, number)
         self._take(LayerParts(ctx, options, *names), UnderWay())
 
     def _take(self, parts: LayerParts, under_way: UnderWay) -> None:
@@ -281,9 +284,7 @@ class EPAll2AllLayer:
                 raise ArgumentError("communicator", "must come from layer.ctx.communicator.shrink()")
             left = {present[member] for member in survivors.members}
             lost = [rank for rank in range(self._parts.options.all_ranks) if rank not in left]
-            places = self.ctx.places
-            placement = None if places is None else places.agreed(survivors.group)
-        return self._on_members(members, lost, placement)
+        return self._on_members(members, lost, placed=self.ctx.places.turns if self.ctx.places is not None else 0)
 
     def grow(self, communicator: Communicator, *, lost_ranks: Sequence[int] = ()) -> EPAll2AllLayer:
         """Returns a layer with this layer's options on ranks among which new processes have taken the places of lost
@@ -303,7 +304,9 @@ class EPAll2AllLayer:
             ArgumentError: `communicator` has a different number of ranks, or gives this rank the place of a different
                 rank; or an option differs between ranks.
             ResourceError: no memory or channel ids are left.
-            CommunicatorError: a peer failed; see its subclasses.
+            CommunicatorError: a peer failed; see its subclasses. The caller then shrinks `communicator`, and calls
+                `grow` of this layer again, with the shrunk communicator and the ranks that are then lost. Ranks on
+                which this call had succeeded call `shrink` of the new layer instead.
         """
         _require_communicator(communicator)
         options = self._parts.options
@@ -315,7 +318,7 @@ class EPAll2AllLayer:
         if left[communicator.rank] != own:
             what = f"gives this rank, {own}, the place of rank {left[communicator.rank]}"
             raise ArgumentError("communicator", f"{what}; expected every rank to keep its original place")
-        return self._on_members(Members(communicator), lost, self.placement)
+        return self._on_members(Members(communicator), lost)
 
     @property
     def placement(self) -> tuple[int, ...] | None:
@@ -352,9 +355,7 @@ class EPAll2AllLayer:
         """The original numbers of this layer's ranks."""
         return [rank for rank in range(self._parts.options.all_ranks) if rank not in self.lost_ranks]
 
-    def _on_members(
-        self, members: Members, lost_ranks: Sequence[int], placement: Sequence[int] | None
-    ) -> EPAll2AllLayer:
+    def _on_members(self, members: Members, lost_ranks: Sequence[int], placed: int = 0) -> EPAll2AllLayer:
         """Returns a layer with this layer's other options on other ranks."""
         group = members.group
         with members.closed_on_error():
@@ -364,7 +365,8 @@ class EPAll2AllLayer:
                 local_world_size=node_size(group),
                 world_size=group.world_size,
                 lost_ranks=lost_ranks,
-                placement=placement,
+                placement=self.placement,
+                placed=placed,
             )
         return EPAll2AllLayer._on(members, options)
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
-from zlib import crc32
 
 from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.config import (
@@ -35,7 +34,7 @@ _PAIR_TYPES = {FLOAT8: (FLOAT8, 1), FLOAT4: ("uint8", 2)}
 _LAYOUTS = ("expert", "rank", "padded")
 _FLAGS = "enable_local_combine", "use_aot", "grows", "keeps_outputs", "minus_one_drops", "scales_by_columns", "proxied"
 _CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
-_MAY_DIFFER = {"rank", "use_aot", "capacity", "config"}  # these options may differ between ranks
+_MAY_DIFFER = {"rank", "use_aot", "capacity", "placed", "config"}  # these options may differ between ranks
 
 
 def as_placement(placement: Any, places: int, experts: int | None = None) -> tuple[int, ...]:
@@ -61,6 +60,7 @@ class LayerOptions:
     Attributes:
         proxied: whether all rows go through the proxies.
         call_tokens: the most tokens of one rank in a call; None for max_tokens.
+        placed: how often the placement has changed since the layer from which `shrink` makes this layer was made.
         config: sizes and types, for the remaining ranks.
     """
 
@@ -92,6 +92,7 @@ class LayerOptions:
     capacity: int = 2
     proxied: bool = False
     call_tokens: int | None = None
+    placed: int = 0
     config: EPConfig = field(init=False)
 
     def __post_init__(self) -> None:
@@ -220,7 +221,7 @@ class LayerOptions:
         """Returns the values that must be the same on all ranks, by the layer's argument names."""
         given = {name: value for name, value in asdict(self).items() if name not in _MAY_DIFFER}
         given["lost_ranks"] = str(self.lost_ranks)
-        given["placement"] = None if self.placement is None else f"of digest {crc32(str(self.placement).encode()):x}"
+        given["placement"] = self.placement is not None  # the placements themselves: `agree_on_placement`
         return given | self.config.compared(_CONFIG_NAMES)
 
     @property

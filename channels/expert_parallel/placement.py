@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from proxyccl.channels.expert_parallel.config import MAX_EXPERTS, NUMBER_DROPS
 from proxyccl.channels.expert_parallel.members import Nodes
@@ -23,6 +24,25 @@ _DIGEST = Codec(bytes, 64, "digest of a placement")
 _PLACEMENT = Codec[tuple[int, list[int]]](tuple[int, list[int]], 8 * MAX_EXPERTS, name="placement")
 
 
+def agree_on_placement(group: Group, options: LayerOptions) -> LayerOptions:
+    """Returns the options with the placement that has changed most often on any rank. All ranks of a new layer with a
+    placement call this together. If a rank was lost during `place`, only some of the remaining ranks, from which
+    `shrink` makes a layer, may have changed their placement.
+
+    Raises ArgumentError if placements that have changed equally often differ.
+    """
+    if options.placement is None:
+        return options
+    everyone = group.exchange.all_gather(
+        (options.placed, list(options.placement)), _PLACEMENT, "a placement of experts"
+    )
+    latest = max(placed for placed, _ in everyone)
+    ranks = {tuple(placement): rank for rank, (placed, placement) in enumerate(everyone) if placed == latest}
+    if len(ranks) > 1:
+        raise ArgumentError("placement", f"differs between ranks {' and '.join(map(str, sorted(ranks.values())))}")
+    return replace(options, placement=next(iter(ranks)), placed=0)
+
+
 class ExpertPlaces:
     """Sends each expert's tokens to the places that hold the expert: a kernel before a dispatch replaces expert ids by
     places of the remaining ranks.
@@ -36,13 +56,14 @@ class ExpertPlaces:
             without a place get an id that drops the slot; an invalid id becomes -2.
         placement: for each place of the original ranks, the number of its expert, or -1; None if the layer was made
             without a placement.
+        turns: how often `place` has changed the placement.
     """
 
     def __init__(self, group: Group, options: LayerOptions, nodes: Nodes, grid: tuple[int, int], number: int) -> None:
         config, dropping = options.config, options.dropping_ids
         self._group, self._options, self._local, self._number = group, options, nodes.members[nodes.own], number
         self._left = [rank for rank in range(options.all_ranks) if rank not in options.lost_ranks]
-        self._turns = 0  # the number of calls of `place`
+        self.turns = 0
         self.ids = allocate(group, (config.max_tokens, config.topk), "int32")
         self._table = allocate(group, (options.all_experts + 1 + options.places,), "int32")
         kernel = group.runtime.shipped("experts/places.h", "expert_places", compiled_only=options.use_aot)
@@ -94,14 +115,4 @@ class ExpertPlaces:
             if theirs != own:
                 raise ArgumentError("placement", f"differs between ranks {group.rank} and {rank}; give all the same")
         self._set(placement)
-        self._turns += 1
-
-    def agreed(self, group: Group) -> list[int] | None:
-        """Returns the placement with which a new layer of the remaining ranks begins, the same on all ranks of their
-        group; None if this layer was made without a placement. The result is the latest of the remaining ranks'
-        placements: if a rank was lost during `place`, only some of the other ranks may have changed their placement.
-        """
-        if self.placement is None:
-            return None
-        own = self._turns, list(self.placement)
-        return max(group.exchange.all_gather(own, _PLACEMENT, "a placement of experts"))[1]
+        self.turns += 1

@@ -355,7 +355,7 @@ def meet_survivors(
     """
     whole.runtime.activate()
     rank, world_size = topology.rank, topology.world_size
-    survivors = Survivors(_board(whole, topology), rank, world_size, excluded, has_ended, timeout)
+    survivors = Survivors(board_of(whole, topology), rank, world_size, excluded, has_ended, timeout)
     for attempt in range(MOST_ATTEMPTS):
         with contextlib.ExitStack() as undo:
             control = create_segment(whole.runtime, rank, timeout, world_size)
@@ -414,14 +414,15 @@ def _ways_of(whole: Meeting, members: Sequence[int]) -> dict[int, str]:
     return {peer: whole.ways[member] for peer, member in enumerate(members) if member in whole.ways}
 
 
-def _board(whole: Meeting, topology: Topology) -> Board:
+def board_of(whole: Meeting, topology: Topology) -> Board:
+    """Returns the board of a group. Raises RuntimeUnavailableError if the bootstrap of several hosts has none."""
     if not topology.spans_hosts:
         segments = {topology.rank: whole.control, **whole.segments}
         return SegmentBoard(topology.rank, {peer: segment.rendezvous for peer, segment in segments.items()})
     board: Callable[[], Board] | None = getattr(whole.bootstrap, "board", None)
     if board is None:
         raise RuntimeUnavailableError(
-            f"shrink: the ranks are on several hosts, and {type(whole.bootstrap).__name__} has no board"
+            f"the ranks are on several hosts, and {type(whole.bootstrap).__name__} has no board"
         )
     return board()
 

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from proxyccl import ArgumentError, Communicator, CommunicatorError, EPAll2AllLayer, ThreadBootstrap
+from proxyccl import (
+    ArgumentError,
+    Communicator,
+    CommunicatorError,
+    EPAll2AllLayer,
+    ResourceError,
+    ThreadBootstrap,
+    WaitTimeoutError,
+)
+from proxyccl.channels.collectives.collectives import Collectives
 from support.device_arrays import on_device, on_host
 from support.devices import runtime_with_blocks
 from support.running import TIMEOUT, run_ranks
@@ -148,6 +157,61 @@ def test_a_rank_that_is_lost_before_a_new_rank_has_joined_ends_the_growth() -> N
     run_with_joining((1,), stays)
 
 
+def test_ranks_keep_their_communicator_if_a_new_rank_does_not_come() -> None:
+    whole, again = ThreadBootstrap.create(RANKS), ThreadBootstrap.create(RANKS)
+
+    def stays(rank: int, layer: EPAll2AllLayer) -> None:
+        comm = layer.ctx.communicator
+        with pytest.raises(WaitTimeoutError):
+            comm.grow(whole[rank], timeout=0.5)
+        require_sums(layer, rank)
+        with comm.grow(again[rank]) as grown_comm, layer.grow(grown_comm) as grown:
+            require_sums(grown, rank)
+
+    def joins() -> None:
+        with Communicator(again[1], "host", timeout=TIMEOUT) as comm, layer_on(comm) as layer:
+            require_sums(layer, 1)
+
+    run_with_joining((1,), stays, joins)
+
+
+@pytest.mark.parametrize("fails", [0, 2])
+def test_all_ranks_or_none_get_the_grown_communicator(monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
+    """One rank can't open its part of the new communicator after all ranks have met."""
+    whole = ThreadBootstrap.create(RANKS)
+    opened = Collectives.start
+
+    def start(collectives: Collectives) -> None:
+        opened(collectives)
+        if collectives.group is failing.get("group"):
+            raise ResourceError("of the test")
+
+    failing: dict[str, Any] = {}
+    monkeypatch.setattr(Collectives, "start", start)
+
+    def stays(rank: int, layer: EPAll2AllLayer) -> None:
+        comm = layer.ctx.communicator
+        grow = comm.group.grow
+
+        def watched(*given: Any, **options: Any) -> Any:
+            group = grow(*given, **options)
+            if rank == fails:
+                failing["group"] = group
+            return group
+
+        monkeypatch.setattr(comm.group, "grow", watched)
+        error, message = (ResourceError, "of the test") if rank == fails else (CommunicatorError, "")
+        with pytest.raises(error, match=message):
+            comm.grow(whole[rank])
+        require_sums(layer, rank)
+
+    def joins() -> None:
+        with pytest.raises(CommunicatorError):
+            Communicator(whole[1], "host", timeout=TIMEOUT).barrier()
+
+    run_with_joining((1,), stays, joins)
+
+
 # Experts 0 and 1 have two places, on different ranks.
 TWICE = (0, 1, 2, 0, 3, 1)
 MOVED = (0, 3, 2, 1, 1, -1)
@@ -215,7 +279,7 @@ def test_the_survivors_of_a_loss_during_a_placement_have_the_latest() -> None:
         places = layer.ctx.places
         assert places is not None
         if comm.rank == 0:
-            places._turns += 1
+            places.turns += 1
             places._set(MOVED)
         comm.all_gather_bytes(b"")
         if comm.rank < 2:
@@ -237,7 +301,7 @@ def test_wrong_placements_are_refused_and_change_nothing() -> None:
         ):
             with pytest.raises(ArgumentError, match=f"^placement: {message}"):
                 layer_on(comm, placement=wrong)
-        with pytest.raises(ArgumentError, match=r"^placement: is .* on rank 0 and .* on rank 1"):
+        with pytest.raises(ArgumentError, match=r"^placement: differs between ranks 0 and 2$"):
             layer_on(comm, placement=MOVED if comm.rank else TWICE)
         with (
             layer_on(comm) as layer,
