@@ -39,6 +39,7 @@ from proxyccl.device.errors import (
     ArgumentError,
     ClosedError,
     CommunicatorError,
+    PeerLostError,
     ProxyCCLError,
     ResourceError,
     RuntimeUnavailableError,
@@ -317,8 +318,8 @@ class Communicator(CollectiveCalls):
             bootstrap: a bootstrap of all ranks, old and new, in the order of their new numbers; as for the constructor.
             timeout: bound of every wait, in seconds; None for this communicator's.
 
-        Raises the errors of the constructor; AbortedError if another rank could not join; or this communicator's
-        failure as soon as this communicator fails.
+        Raises the errors of the constructor; AbortedError if another rank could not join; PeerLostError if a new rank
+        ended; or this communicator's failure as soon as this communicator fails.
         """
         self._group.failure.require_usable()
         bounded = self.timeout if timeout is None else timeout_from(timeout)
@@ -332,12 +333,13 @@ class Communicator(CollectiveCalls):
         if self._group.all_have_grown(joined=failure is None):
             grown._group.symmetric.inherit(self._group.symmetric)
             return grown
-        if failure is not None:
-            raise failure
         reason = "grow: another rank could not join"
-        grown._group.close(reason=reason)
+        if failure is None:
+            grown._group.close(reason=reason)
         self._group.failure.require_usable()
-        raise AbortedError(reason, rank=self.rank, operation="grow")
+        if isinstance(failure, ArgumentError) and failure.argument == "handle":  # of a process that has ended
+            raise PeerLostError(f"grow: a new rank ended: {failure}", rank=self.rank, operation="grow") from failure
+        raise failure or AbortedError(reason, rank=self.rank, operation="grow")
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -334,7 +334,7 @@ class Case:
 
     def _notice(self, child: Child, event: str) -> None:
         if event == self._pending:
-            self._pending = None
+            self._pending = "struck"  # until the strike has been made
             threading.Timer(self._rng.uniform(0, _MOST_STRIKE_DELAY), self._strike, [event]).start()
         with self._changed:
             self._changed.notify()
@@ -350,6 +350,7 @@ class Case:
             victim.strike()
             for child in self._children.values():
                 child.whole_steps = 0
+        self._pending = None
 
     def run(self) -> list[str]:
         """Runs the case, and returns its findings."""
