@@ -324,17 +324,19 @@ class Communicator(CollectiveCalls):
         self._group.failure.require_usable()
         bounded = self.timeout if timeout is None else timeout_from(timeout)
         joined, made_here = as_bootstrap(bootstrap)
-        grown = object.__new__(Communicator)
+        grown, is_open = object.__new__(Communicator), False
         failure: ProxyCCLError | None = None
         try:
-            grown._open(self._group.grow(joined, bounded, owns_bootstrap=made_here), self._collectives.standing)
+            grown._take(self._group.grow(joined, bounded, owns_bootstrap=made_here), self._collectives.standing)
+            is_open = True
+            grown._collectives.start()
         except ProxyCCLError as error:
             failure = error
         if self._group.all_have_grown(joined=failure is None):
             grown._group.symmetric.inherit(self._group.symmetric)
             return grown
-        reason = "grow: another rank could not join"
-        if failure is None:
+        reason = "grow: a rank could not join"
+        if is_open:
             grown._group.close(reason=reason)
         self._group.failure.require_usable()
         if isinstance(failure, ArgumentError) and failure.argument == "handle":  # of a process that has ended

@@ -49,7 +49,7 @@ _MOST_STRIKE_DELAY = 0.05
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank's process is to do.
+    """The task of a rank's process.
 
     Attributes:
         directory: the directory of the case.
