@@ -128,8 +128,8 @@ test-models: $(VENV)/.installed
 	PROXYCCL_MODELS_DEPTH=$(DEPTH) $(WORKERS_PYTEST) --timeout $(if $(filter 1,$(DEPTH)),300,7200) --slow tests/models
 
 # Random verified work with faults at random: make test-faults COUNT=1000 SEED=1. Each case follows from its seed. As many
-# cases of agents that come and go follow, of memory that is freed under transfers, and of torch groups in random orders of
-# first use, where make test-torch has made an environment with torch. JOBS cases
+# cases of agents that come and go follow, of memory that is freed under transfers, of mixtures of experts whose ranks are
+# killed and replaced, and of torch groups in random orders of first use, where make test-torch has made an environment with torch. JOBS cases
 # run at once; a case has up to 4 ranks. HOSTS=1 puts the ranks on two hosts, which are network namespaces: that needs root,
 # and cases run one after another.
 COUNT ?= 100
@@ -142,6 +142,7 @@ test-faults: $(VENV)/.installed
 	  --report build/faults-$(SEED)-$(COUNT)$(if $(HOSTS),-hosts).txt
 	$(if $(HOSTS),,$(BIN)/python tests/support/faults/agents.py --count $(COUNT) --seed $(SEED))
 	$(if $(HOSTS),,$(BIN)/python -W ignore tests/support/faults/freed_memory.py --count $(COUNT) --seed $(SEED))
+	$(if $(HOSTS),,$(BIN)/python tests/support/faults/healing.py --count $(COUNT) --seed $(SEED))
 	$(if $(HOSTS),,$(firstword $(wildcard $(TORCH_VENVS:%=%/bin/python)) $(BIN)/python) tests/support/faults/torch_groups.py --count $(COUNT) --seed $(SEED))
 
 # RDMA, in a virtual machine with Soft-RoCE. Where it can't be set up the tests are skipped, unless PROXYCCL_REQUIRE_RDMA is 1.

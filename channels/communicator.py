@@ -35,9 +35,11 @@ from proxyccl.device.arguments.texts import require_text, require_texts
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.environment import warn_of_unknown
 from proxyccl.device.errors import (
+    AbortedError,
     ArgumentError,
     ClosedError,
     CommunicatorError,
+    PeerLostError,
     ProxyCCLError,
     ResourceError,
     RuntimeUnavailableError,
@@ -318,21 +320,40 @@ class Communicator(CollectiveCalls):
         The ranks of this communicator call this; new processes construct a `Communicator` with their bootstrap, and
         with the same options. If `transport` is given for some pairs of ranks, all ranks must pass it, with the ranks'
         new numbers. This communicator stays usable, and closing it does not affect the new one. The new communicator
-        keeps the device, compiled kernels, options and mappings, and uses arrays of `empty` in place.
+        keeps the device, compiled kernels, options and mappings, and uses arrays of `empty` in place. After a `shrink`,
+        a new process can have the number of the lost rank, and each old rank the number that it had before.
+
+        Either all ranks of this communicator get the new communicator, or the call raises an error on all of them.
+        After an error this communicator is usable, unless it has itself failed.
 
         Args:
             bootstrap: a bootstrap of all ranks, old and new, in the order of their new numbers; as for the constructor.
             timeout: bound of every wait, in seconds; None for this communicator's.
 
-        Raises the errors of the constructor, and the failure of this communicator.
+        Raises the errors of the constructor; AbortedError if another rank could not join; PeerLostError if a new rank
+        ended; or this communicator's failure as soon as this communicator fails.
         """
         self._group.failure.require_usable()
         bounded = self.timeout if timeout is None else timeout_from(timeout)
         joined, made_here = as_bootstrap(bootstrap)
-        grown = object.__new__(Communicator)
-        grown._open(self._group.grow(joined, bounded, owns_bootstrap=made_here), self._collectives.standing)
-        grown._group.symmetric.inherit(self._group.symmetric)
-        return grown
+        grown, is_open = object.__new__(Communicator), False
+        failure: ProxyCCLError | None = None
+        try:
+            grown._take(self._group.grow(joined, bounded, owns_bootstrap=made_here), self._collectives.standing)
+            is_open = True
+            grown._collectives.start()
+        except ProxyCCLError as error:
+            failure = error
+        if self._group.all_have_grown(joined=failure is None):
+            grown._group.symmetric.inherit(self._group.symmetric)
+            return grown
+        reason = "grow: a rank could not join"
+        if is_open:
+            grown._group.close(reason=reason)
+        self._group.failure.require_usable()
+        if isinstance(failure, ArgumentError) and failure.argument == "handle":  # of a process that has ended
+            raise PeerLostError(f"grow: a new rank ended: {failure}", rank=self.rank, operation="grow") from failure
+        raise failure or AbortedError(reason, rank=self.rank, operation="grow")
 
     @property
     def members(self) -> tuple[int, ...]:

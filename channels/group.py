@@ -14,8 +14,10 @@ from proxyccl.channels.calls.launches import Launches
 from proxyccl.channels.device_memory import DeviceMemory
 from proxyccl.channels.handles import Inventory
 from proxyccl.channels.joining.bootstrap import Bootstrap
-from proxyccl.channels.joining.meeting import Meeting, link_hosts, meet_apart, meet_survivors, regroup
+from proxyccl.channels.joining.exchange import FLAG
+from proxyccl.channels.joining.meeting import Meeting, board_of, link_hosts, meet_apart, meet_survivors, regroup
 from proxyccl.channels.joining.one_caller import OneCaller
+from proxyccl.channels.joining.survivors import MOST_GROWTHS, settle_growth
 from proxyccl.channels.lent_memory import LentMemory
 from proxyccl.channels.liveness.aftermath import Aftermath
 from proxyccl.channels.liveness.failure import FailureState, Observer
@@ -131,6 +133,7 @@ class Group:
         self._children: list[Group] = []
         self._splits: Counter[tuple[int, ...]] = Counter()
         self._one_caller = OneCaller()
+        self._growths = 0
         self.linger, self.ways, self.members = meeting.options.linger, meeting.ways, meeting.members
         self.exchange = exchange = meeting.exchange
         self.rank, self.world_size, self.timeout = exchange.rank, exchange.world_size, exchange.timeout
@@ -215,11 +218,31 @@ class Group:
 
     def grow(self, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Group:
         """Makes a group of the ranks of a bootstrap, including this rank. The new group outlives this group. Raises the
-        errors of `meet`.
+        errors of `meet`; this group's failure, if this group fails during the call; or ResourceError if this group has
+        grown too often.
         """
+        if self._growths == MOST_GROWTHS:
+            raise ResourceError(f"grow: a communicator grows at most {MOST_GROWTHS} times")
         with self._one_caller.only("grow"):
-            meeting = regroup(self._meeting, bootstrap, timeout, owns_bootstrap=owns_bootstrap)
+            check = self.failure.require_usable
+            meeting = regroup(self._meeting, bootstrap, timeout, check, owns_bootstrap=owns_bootstrap)
             return Group(meeting, mapped=self._mapped)
+
+    def all_have_grown(self, *, joined: bool) -> bool:
+        """Returns whether all ranks of this group have joined a grown group; the same on all ranks, even if some of
+        them end during the call. `joined`: whether this rank has joined. Between hosts, a bootstrap without a board
+        can't keep ranks from getting different results if a rank ends in the middle of this call.
+        """
+        try:
+            everyone: list[bool] = self.exchange.all_gather(joined, FLAG, "grow")
+            if not all(everyone):
+                return False
+        except CommunicatorError:  # other ranks may have got all messages of this exchange
+            joined = False
+        number, self._growths = self._growths, self._growths + 1
+        if self.topology.spans_hosts and not hasattr(self._meeting.bootstrap, "board"):
+            return joined
+        return settle_growth(board_of(self._meeting, self.topology), number, grown=joined)
 
     def _stop_work(self) -> None:
         """Waits for this rank's kernels and proxy. After a failure, also stops this rank's proxy, so that this rank no

@@ -36,7 +36,7 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
     *(("experts/combine.h", "combine", dtype, None) for dtype in TOKEN_DTYPES),
     *(("experts/weigh.h", "expert_weigh", dtype, None) for dtype in TOKEN_DTYPES),
     ("experts/spread.h", "expert_spread", None, None),
-    ("experts/survivors.h", "expert_survivors", None, None),
+    ("experts/places.h", "expert_places", None, None),
     ("experts/quantize.h", "expert_pack", None, None),
     *(("experts/quantize.h", "expert_quantize", dtype, None) for dtype in TOKEN_DTYPES),
     ("moves.h", "barrier", None, None),

@@ -180,12 +180,12 @@ class LayerParts:
 
     @property
     def sums_ranks_in_turn(self) -> bool:
-        """Whether a combine can use `order_ids`: no rank may be lost, and a token's rank must sum one row, or one
-        partial sum, from each rank.
+        """Whether a combine can use `order_ids`: no rank may be lost, the layer has no placement, and a token's rank
+        must sum one row, or one partial sum, from each rank.
         """
         experts = self.ctx.workspace.experts
         by_rank = experts.local_combine or self.options.by_rank
-        return bool(experts.nodes == 1 and by_rank and self.ctx.surviving is None)
+        return bool(experts.nodes == 1 and by_rank and self.ctx.places is None)
 
 
 def address_of(pointer: Any) -> int:

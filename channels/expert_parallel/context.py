@@ -8,13 +8,11 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from proxyccl.channels.calls.launches import CurrentStream, Launchable
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
-from proxyccl.channels.expert_parallel.config import MAX_SLOTS, NUMBER_DROPS, SCALED_DTYPES, EPConfig
+from proxyccl.channels.expert_parallel.config import MAX_SLOTS, SCALED_DTYPES, EPConfig
 from proxyccl.channels.expert_parallel.geometry import (
     AS_BYTES,
     DISPATCH_KERNELS,
@@ -25,9 +23,9 @@ from proxyccl.channels.expert_parallel.geometry import (
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import FINALIZE, Members, Nodes
 from proxyccl.channels.expert_parallel.options import LayerOptions
+from proxyccl.channels.expert_parallel.placement import ExpertPlaces
 from proxyccl.channels.expert_parallel.tables import RECEIVED, TableLayouts
 from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace
-from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device._native import ffi, lib
@@ -46,33 +44,6 @@ TELL: int = lib.PROXYCCL_EXPERT_TELL
 
 _SPINS = 2000  # polls of the count between two checks for failed ranks; on a GPU the count arrives after about 20 us
 _HOST_THREADS = 16
-
-
-class SurvivingExperts:
-    """Renumbers expert ids over the remaining ranks, and drops the ids of lost ranks' experts.
-
-    Attributes:
-        ids: int32: the new ids of the dispatch in flight; only one dispatch is in flight at a time. The slots of lost
-            ranks' experts get an id that drops the slot; an invalid id becomes -2.
-    """
-
-    def __init__(self, group: Group, options: LayerOptions, grid: tuple[int, int]) -> None:
-        config, all_ranks, dropping = options.config, options.all_ranks, options.dropping_ids
-        left = [rank for rank in range(all_ranks) if rank not in options.lost_ranks]
-        numbers = np.full(all_ranks, -1, np.int32)
-        numbers[left] = np.arange(len(left))
-        self._numbers = allocate(group, numbers.shape, "int32", "experts").upload(numbers)
-        self.ids = allocate(group, (config.max_tokens, config.topk), "int32", "experts")
-        kernel = group.runtime.shipped("experts/survivors.h", "expert_survivors", compiled_only=options.use_aot)
-        dropped = config.num_experts if dropping & NUMBER_DROPS else -1
-        self._sizes = all_ranks, config.num_experts_per_rank, dropping, dropped
-        self._prepare = functools.partial(kernel.prepare, *grid)
-
-    def launch(self, id_bytes: int) -> Launch:
-        """Returns the launch for ids of 4 or 8 bytes. The caller fills in the address of the ids (argument 0), the
-        address of the bool array of lost slots (3) and the number of slots (4).
-        """
-        return self._prepare(0, self._numbers.ptr, self.ids.ptr, 0, 0, id_bytes, *self._sizes)
 
 
 class DispatchCombineContext:
@@ -97,7 +68,7 @@ class DispatchCombineContext:
         combines: the launches of combines, by the rows' element type.
         scale_bytes: bytes of the scales of a row; 0 if rows travel without scales.
         pair_bytes: if rows travel with scales, bytes of a row without its scales; else 0.
-        surviving: renumbers expert ids if ranks are lost; None if no rank is lost.
+        places: replaces expert ids by places if ranks are lost or the layer has a placement; otherwise None.
         numbers: yields the dispatches' numbers.
     """
 
@@ -156,7 +127,8 @@ class DispatchCombineContext:
         weighing = bytes(ffi.buffer(self._weighing))
         self._weigh = weigh.prepare(runtime.launch_defaults.blocks, threads, experts, weighing)
         self.quantize_launch = quantize.prepare(*self.grid, experts, nothing) if quantize is not None else None
-        self.surviving = SurvivingExperts(group, options, self.grid) if options.lost_ranks else None
+        replaces = options.lost_ranks or options.placement is not None
+        self.places = ExpertPlaces(group, options, self.nodes, self.grid, number) if replaces else None
         self.numbers = itertools.count(1)
         self.closed = False
 

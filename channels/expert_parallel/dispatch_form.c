@@ -26,12 +26,12 @@ typedef struct {
   uint64_t* packing[2];        /* the arguments of a kernel that packs float8 rows before the dispatch */
   uint32_t* packed_tokens;
   const char* packed; /* the rows that a kernel makes before the dispatch */
-  PyObject* new_lost; /* new_lost(tokens): returns a function that makes `lost_slots`; None if no rank is lost */
-  uint64_t *renumbered_ids, *lost_slots; /* ids and lost slots, for the kernel that renumbers ids */
-  uint32_t* renumbered;                  /* the number of ids, for the kernel that renumbers ids */
-  const char* kept_ids;                  /* the new ids, which the kernel that renumbers ids stores */
-  ProxycclStreamStep* clearing; /* the launch that fills a table before rows are received; NULL if not needed */
-  int cleared;                  /* which of ProxycclExpertLayout's tables `clearing` fills */
+  PyObject* new_lost; /* new_lost(tokens): returns a function that makes `lost_slots`; None if no ids are replaced */
+  uint64_t *replaced_ids, *lost_slots; /* ids and lost slots, for the kernel that replaces ids */
+  uint32_t* replaced;                  /* the number of ids, for the kernel that replaces ids */
+  const char* kept_ids;                /* the places that the kernel stores instead of ids */
+  ProxycclStreamStep* clearing;        /* the launch that fills a table before rows are received; NULL if not needed */
+  int cleared;                         /* which of ProxycclExpertLayout's tables `clearing` fills */
   uint32_t phases, send_phases, receive_phases;
   /* A new descriptor gets `not_received` as its field `missing`, and `context` as its owner. */
   PyObject *descriptor_type, *not_received, *context, *numbers;
@@ -79,8 +79,7 @@ static int fill_inputs(const Form* self, const ListedArray* given) {
   ProxycclDispatch* call = self->call;
   const char* ids = (const char*)given[IDS].at;
   if (self->new_lost != Py_None)
-    *self->renumbered_ids = given[IDS].at, *self->renumbered = call->tokens * (uint32_t)self->topk,
-    ids = self->kept_ids;
+    *self->replaced_ids = given[IDS].at, *self->replaced = call->tokens * (uint32_t)self->topk, ids = self->kept_ids;
   call->expert_ids = ids, call->weights = (const char*)given[WEIGHTS].at;
   call->scatter = (const int32_t*)given[SCATTER].at, call->scatter_tokens = (uint32_t)given[SCATTER].extent;
   return 1;
@@ -314,7 +313,7 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
   if (PyArg_ParseTuple(arguments, "Oi(nnp)O&(iO&O&O&O&O&)(OO&O&O&O&)(O&i)(III)(OOOOOOO&)(nin)(II)(OOO)OO(O&nn)",
                        &common, &self->way, &self->topk, &self->max_tokens, &self->grows, AT(call), &self->before,
                        AT(quantizing), AT(packing[0]), AT(packing[1]), AT(packed_tokens), AT(packed), &self->new_lost,
-                       AT(renumbered_ids), AT(lost_slots), AT(renumbered), AT(kept_ids), AT(clearing), &self->cleared,
+                       AT(replaced_ids), AT(lost_slots), AT(replaced), AT(kept_ids), AT(clearing), &self->cleared,
                        &self->phases, &self->send_phases, &self->receive_phases, &self->descriptor_type,
                        &self->not_received, &self->context, &self->numbers, &self->tables, &self->new_tables,
                        AT(offsets), &self->most_rows, &self->counts_rows, &self->received, &self->scale_bytes,

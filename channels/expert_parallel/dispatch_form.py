@@ -115,8 +115,8 @@ class Dispatch(CallForm):
     """A form of dispatches.
 
     A dispatch is one launch, unless it is made in two halves or the CPU must know the number of rows before rows are
-    received. Kernels before the dispatch may quantize the tokens, pack the caller's float8 rows, and renumber ids if
-    ranks are lost.
+    received. Kernels before the dispatch may quantize the tokens, pack the caller's float8 rows, and replace ids by
+    places.
 
     Args:
         x, ids, weight, scatter: the arguments of the first call of the form, which are checked.
@@ -176,10 +176,10 @@ class Dispatch(CallForm):
         launch = (plain if scaled is None else scaled).copy()
         quantizes = options.quantized and scaled is None
         packing, filled = kernel_before(self._parts, is_pair=is_pair, quantizes=quantizes)
-        renumbering, renumbered = self._renumbering(id_bytes)
-        before = [*packing, *renumbering]
+        replacing, replaced = self._replacing(id_bytes)
+        before = [*packing, *replacing]
         call = ffi.cast("ProxycclDispatch *", launch.packed(1))
-        call.id_bytes = 4 if renumbering else id_bytes
+        call.id_bytes = 4 if replacing else id_bytes
         call.row_bytes = self._outputs.row_bytes + ctx.scale_bytes
         call.padded_rows = options.padded_rows
         # The table `cleared` is filled first, so that it marks the rows that no rank writes: rows that the caller's
@@ -206,7 +206,7 @@ class Dispatch(CallForm):
             (config.topk, options.most_of_call, options.grows and self._exact),
             address_of(call),
             filled,
-            renumbered,
+            replaced,
             (step, number_of(cleared)),
             (phases, ROUTE | SEND, GATHER | RECEIVE),
             (*self._described(tables), tables.maker(self._arrays), tables.address),
@@ -218,16 +218,16 @@ class Dispatch(CallForm):
             places,
         )
 
-    def _renumbering(self, id_bytes: int) -> tuple[list[Launch], tuple[Any, ...]]:
-        """Returns a list with the launch of the kernel that renumbers ids; the list is empty if no rank is lost. Also
-        returns the values of this kernel's fields in dispatch_form.c.
+    def _replacing(self, id_bytes: int) -> tuple[list[Launch], tuple[Any, ...]]:
+        """Returns a list with the launch of the kernel that replaces ids by places; the list is empty if the ids are
+        places. Also returns the values of this kernel's fields in dispatch_form.c.
         """
-        surviving, topk = self._ctx.surviving, self._parts.options.config.topk
-        if surviving is None:
+        places, topk = self._ctx.places, self._parts.options.config.topk
+        if places is None:
             return [], (None, 0, 0, 0, 0)
-        launch, arrays = surviving.launch(id_bytes), self._arrays
+        launch, arrays = places.launch(id_bytes), self._arrays
         truth, filled = arrays.type_of("bool"), (address_of(launch.packed(index)) for index in (0, 3, 4))
-        return [launch], (lambda n: arrays.maker((n, topk), (topk, 1), truth), *filled, surviving.ids.ptr)
+        return [launch], (lambda n: arrays.maker((n, topk), (topk, 1), truth), *filled, places.ids.ptr)
 
     def _receive_exact(self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...]) -> Dispatched:
         """Counts the rows by one launch, and, when the number is known, moves the rows by another launch. In a

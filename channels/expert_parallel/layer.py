@@ -22,6 +22,7 @@ from proxyccl.channels.expert_parallel.forms import Forms
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members, node_size
 from proxyccl.channels.expert_parallel.options import LayerOptions
+from proxyccl.channels.expert_parallel.placement import agree_on_placement
 from proxyccl.channels.expert_parallel.recording import (
     Dispatched,
     recorder_of,
@@ -29,10 +30,16 @@ from proxyccl.channels.expert_parallel.recording import (
     recorder_of_dispatch,
     refuse_recording,
 )
+from proxyccl.channels.ranks import as_ranks
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
 
 _MOST_NARROWED = 16
+
+
+def _require_communicator(communicator: Any) -> None:
+    if not isinstance(communicator, Communicator):
+        raise ArgumentError("communicator", f"must be a Communicator, not {type(communicator).__name__}")
 
 
 class UnderWay(Struct):
@@ -107,6 +114,14 @@ class EPAll2AllLayer:
             then the r-th remaining rank, and has the experts that it had before. num_tot_experts includes the experts
             of lost ranks. A slot that chooses an expert of a lost rank is dropped, and `desc.lost_slots` marks the
             dropped slots.
+        placement: None if rank r has the r-th equal share of the experts. Otherwise each rank has num_tot_experts /
+            world_size places, and placement[p] is the number of the expert that place p of all ranks holds, or -1 for
+            an empty place; rank r has the r-th equal share of the places. Tokens choose experts 0 to max(placement),
+            each of which has at least one place. A token goes to a place of its expert on its own rank, if there is
+            one, otherwise on its own node, otherwise on any remaining rank; the tokens of a rank take turns at the
+            places that are equally near. In outputs and descriptors, and in this documentation except for
+            `exp_indices`, places stand for experts. A slot is dropped, and marked in `desc.lost_slots`, only if all
+            places of its expert are on lost ranks. See `place`.
         expert_alignment: with layout="expert", each expert's rows begin at a multiple of this number, so outputs have
             gaps. No rank writes the rows in gaps, for which `desc.row_slots` is -1. In the exact mode
             `desc.num_tokens_per_expert` then returns each expert's number of rows. None for rows without gaps.
@@ -167,6 +182,7 @@ class EPAll2AllLayer:
         layout: str = "expert",
         grows: bool = False,
         lost_ranks: Sequence[int] = (),
+        placement: Sequence[int] | None = None,
         expert_alignment: int | None = None,
         output_buffers: int = 0,
         keeps_outputs: bool = False,
@@ -187,7 +203,9 @@ class EPAll2AllLayer:
     def _open(self, members: Members, options: LayerOptions, name: str = "", compared: Any = None, *names: Any) -> None:
         with members.closed_on_error():
             name = name or f"a layer with {options.layout!r} rows ({options.config.describe()})"
-            ctx = DispatchCombineContext(members, options, members.agree_on(compared or options.compared, name))
+            number = members.agree_on(compared or options.compared, name)
+            options = agree_on_placement(members.group, options)
+            ctx = DispatchCombineContext(members, options, number)
         self._take(LayerParts(ctx, options, *names), UnderWay())
 
     def _take(self, parts: LayerParts, under_way: UnderWay) -> None:
@@ -256,22 +274,99 @@ class EPAll2AllLayer:
             ResourceError: no memory or channel ids are left.
             CommunicatorError: see `Communicator.shrink`.
         """
-        if communicator is not None and not isinstance(communicator, Communicator):
-            raise ArgumentError("communicator", f"must be a Communicator or None, not {type(communicator).__name__}")
+        if communicator is not None:
+            _require_communicator(communicator)
         survivors = self.ctx.communicator.shrink() if communicator is None else communicator
         members = Members(survivors, owned=communicator is None)
         with members.closed_on_error():
-            all_ranks = range(self._parts.options.all_ranks)
-            present = [rank for rank in all_ranks if rank not in self.lost_ranks]
+            present = self._present
             if not survivors.members or max(survivors.members) >= len(present):
                 raise ArgumentError("communicator", "must come from layer.ctx.communicator.shrink()")
             left = {present[member] for member in survivors.members}
+            lost = [rank for rank in range(self._parts.options.all_ranks) if rank not in left]
+        return self._on_members(members, lost, placed=self.ctx.places.turns if self.ctx.places is not None else 0)
+
+    def grow(self, communicator: Communicator, *, lost_ranks: Sequence[int] = ()) -> EPAll2AllLayer:
+        """Returns a layer with this layer's options on ranks among which new processes have taken the places of lost
+        ranks. All ranks of this layer call this together, while the new processes construct an `EPAll2AllLayer` on
+        their communicator, with the same options.
+
+        A new process has the number of a lost rank, and therefore the experts of that rank. This layer stays usable
+        until its `finalize`. Descriptors and captured graphs belong to the layer that made them, so the program
+        captures the new layer's calls in new graphs.
+
+        Args:
+            communicator: the result of `Communicator.grow` of this layer's communicator. The layer's original ranks
+                without `lost_ranks`, in ascending order, are its ranks.
+            lost_ranks: the original numbers of the ranks that remain lost. The new processes pass the same lost_ranks.
+
+        Raises:
+            ArgumentError: `communicator` has a different number of ranks, or gives this rank the place of a different
+                rank; or an option differs between ranks.
+            ResourceError: no memory or channel ids are left.
+            CommunicatorError: a peer failed; see its subclasses. The caller then shrinks `communicator`, and calls
+                `grow` of this layer again, with the shrunk communicator and the ranks that are then lost. Ranks on
+                which this call had succeeded call `shrink` of the new layer instead.
+        """
+        _require_communicator(communicator)
+        options = self._parts.options
+        lost = as_ranks(options.all_ranks, lost_ranks, "lost_ranks")
+        left = [rank for rank in range(options.all_ranks) if rank not in lost]
+        own, ranks = self._present[options.config.rank], communicator.world_size
+        if ranks != len(left):
+            raise ArgumentError("communicator", f"has {ranks} ranks; expected {len(left)}, with {len(lost)} still lost")
+        if left[communicator.rank] != own:
+            what = f"gives this rank, {own}, the place of rank {left[communicator.rank]}"
+            raise ArgumentError("communicator", f"{what}; expected every rank to keep its original place")
+        return self._on_members(Members(communicator), lost)
+
+    @property
+    def placement(self) -> tuple[int, ...] | None:
+        """The number of the expert that each place holds, or -1; None if the layer was made without a placement."""
+        places = self.ctx.places
+        return None if places is None else places.placement
+
+    def place(self, placement: Sequence[int]) -> None:
+        """Changes the placement of a layer that was made with one. All ranks call this together, between a `combine`
+        and the next `dispatch`. The call waits for the work that is queued on this rank's device.
+
+        Before the call, each rank's new places must hold the weights of their experts. When the call returns, no rank
+        sends tokens to the former places, whose weights may then be overwritten. Captured graphs use the new
+        placement from their next launch on. If a rank is lost during the call, `shrink` returns a layer in which all
+        ranks have the same placement, the former or the new one, and no weights that this layer uses have been
+        overwritten.
+
+        Args:
+            placement: as for the constructor, with the same number of experts; the same on all ranks.
+
+        Raises:
+            ArgumentError: `placement` is wrong or differs between ranks, and no rank has changed its placement; or the
+                layer was made without a placement, or a call in two halves is under way.
+            CommunicatorError: a peer failed; see its subclasses.
+        """
+        self._refuse_under_way()
+        self._refuse_returning()
+        if self.placement is None or self.ctx.places is None:
+            raise ArgumentError("placement", "the layer was made without one; pass `placement` to EPAll2AllLayer")
+        self.ctx.places.place(placement)
+
+    @property
+    def _present(self) -> list[int]:
+        """The original numbers of this layer's ranks."""
+        return [rank for rank in range(self._parts.options.all_ranks) if rank not in self.lost_ranks]
+
+    def _on_members(self, members: Members, lost_ranks: Sequence[int], placed: int = 0) -> EPAll2AllLayer:
+        """Returns a layer with this layer's other options on other ranks."""
+        group = members.group
+        with members.closed_on_error():
             options = replace(
                 self._parts.options,
-                rank=survivors.rank,
-                local_world_size=node_size(survivors.group),
-                world_size=survivors.world_size,
-                lost_ranks=[rank for rank in all_ranks if rank not in left],
+                rank=group.rank,
+                local_world_size=node_size(group),
+                world_size=group.world_size,
+                lost_ranks=lost_ranks,
+                placement=self.placement,
+                placed=placed,
             )
         return EPAll2AllLayer._on(members, options)
 
@@ -303,10 +398,10 @@ class EPAll2AllLayer:
             input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks. With dispatch_dtype,
                 `input` may also be a pair of rows in float8 and their scales, float32 [T, scales of a row].
             exp_indices: int32 [T, topk]: the experts of each token. Each entry of `exp_indices` is a slot. A slot with
-                the id `num_tot_experts` is dropped: nothing is sent for it, and it adds zero in `combine`. A slot whose
-                expert's rank is lost is dropped. With layout="rank" ids may also be int64, and a slot with the id -1 is
-                dropped. See also minus_one_drops. With layout="padded" a token that chooses an expert twice takes two
-                of the expert's rows.
+                the id `num_tot_experts` (with `placement`: the number of experts) is dropped: nothing is sent for it,
+                and it adds zero in `combine`. A slot whose expert's ranks are lost is dropped. With layout="rank" ids
+                may also be int64, and a slot with the id -1 is dropped. See also minus_one_drops. With layout="padded"
+                a token that chooses an expert twice takes two of the expert's rows.
             weight: [T, topk] of `weight_dtype`, to send with the tokens; or None. All ranks or none pass weights.
             full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot. Tokens and rows are
                 numbered over all ranks, in the order of ranks. For each rank, the entries must be a permutation of the
@@ -459,7 +554,7 @@ class EPAll2AllLayer:
                 gradients.
             order_ids: the expert ids of the dispatch. With `order_ids`, the rows that a token has on several ranks are
                 added in the order of the token's last slot on each rank. `order_ids` can be given only on one node,
-                with layout="rank" or enable_local_combine, and without lost ranks.
+                with layout="rank" or enable_local_combine, and without lost ranks and `placement`.
             out: [T, hidden], or None for a new array.
             stream: as for `dispatch`.
 

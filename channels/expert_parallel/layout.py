@@ -42,8 +42,8 @@ class EPAllToAllLayoutDesc(Descriptor):
         num_dispatch_token_cur_rank: T, the number of tokens that this rank dispatched.
         counts_rows: whether kernels count the received rows in `num_recv_tokens`.
         lost_slots: bool [T, topk]: the slots that were dropped because their experts' ranks are lost; None if the layer
-            has no lost ranks. In all other fields, the numbers of ranks and experts count only the remaining ranks and
-            their experts.
+            has neither lost ranks nor a placement. In all other fields, the numbers of ranks and experts count only the
+            remaining ranks and their experts, or with a placement their places.
         chosen_rows: in the exact mode with layout="rank" or expert_alignment, for each expert of this rank, the number
             of rows whose tokens chose the expert; otherwise None.
         output_buffer: the number, from 1, of the layer's output buffer that holds the rows; 0 if no buffer does.

@@ -20,7 +20,7 @@ from proxyccl.channels.expert_parallel.config import (
 from proxyccl.channels.expert_parallel.geometry import OutputLayout
 from proxyccl.channels.ranks import as_ranks
 from proxyccl.device.arguments.flags import as_flag
-from proxyccl.device.arguments.integers import find_items
+from proxyccl.device.arguments.integers import find_integer, find_items
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
 
@@ -34,7 +34,23 @@ _PAIR_TYPES = {FLOAT8: (FLOAT8, 1), FLOAT4: ("uint8", 2)}
 _LAYOUTS = ("expert", "rank", "padded")
 _FLAGS = "enable_local_combine", "use_aot", "grows", "keeps_outputs", "minus_one_drops", "scales_by_columns", "proxied"
 _CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
-_MAY_DIFFER = {"rank", "use_aot", "capacity", "config"}  # these options may differ between ranks
+_MAY_DIFFER = {"rank", "use_aot", "capacity", "placed", "config"}  # these options may differ between ranks
+
+
+def as_placement(placement: Any, places: int, experts: int | None = None) -> tuple[int, ...]:
+    """Returns a caller's placement as a tuple. Raises ArgumentError unless the placement has a number for each of
+    `places` places, -1 or an expert's, and contains each expert from 0 to `experts` - 1, or to the greatest number.
+    """
+    numbers = [find_integer(each) for each in find_items(placement) or ()]
+    given = tuple(each for each in numbers if each is not None)
+    if len(given) != len(numbers) or len(given) != places:
+        raise ArgumentError("placement", f"expected {places} integers, one for each place, not {placement!r}")
+    count = max(given) + 1 if experts is None else experts
+    if wrong := [each for each in given if not -1 <= each < count]:
+        raise ArgumentError("placement", f"{wrong[0]} is not an expert; expected 0 to {count - 1}, or -1")
+    if missing := sorted(set(range(max(count, 1))) - set(given)):
+        raise ArgumentError("placement", f"expert {missing[0]} has no place")
+    return given
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,7 @@ class LayerOptions:
     Attributes:
         proxied: whether all rows go through the proxies.
         call_tokens: the most tokens of one rank in a call; None for max_tokens.
+        placed: how often the placement has changed since the layer from which `shrink` makes this layer was made.
         config: sizes and types, for the remaining ranks.
     """
 
@@ -67,6 +84,7 @@ class LayerOptions:
     layout: str = "expert"
     grows: bool = False
     lost_ranks: Sequence[int] = ()  # the constructor makes this a sorted tuple
+    placement: Sequence[int] | None = None
     expert_alignment: int | None = None
     output_buffers: int = 0
     keeps_outputs: bool = False
@@ -74,6 +92,7 @@ class LayerOptions:
     capacity: int = 2
     proxied: bool = False
     call_tokens: int | None = None
+    placed: int = 0
     config: EPConfig = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +106,8 @@ class LayerOptions:
         self._set("config", self._make_config())
         if self.call_tokens is not None:
             self._set("call_tokens", whole_number("max_tokens", self.call_tokens, 1, self.config.max_tokens))
+        if self.placement is not None:
+            self._set("placement", as_placement(self.placement, self.places))
         self._check_sizes()
         self._check_float8()
         self._check_layout()
@@ -200,6 +221,7 @@ class LayerOptions:
         """Returns the values that must be the same on all ranks, by the layer's argument names."""
         given = {name: value for name, value in asdict(self).items() if name not in _MAY_DIFFER}
         given["lost_ranks"] = str(self.lost_ranks)
+        given["placement"] = self.placement is not None  # the placements themselves: `agree_on_placement`
         return given | self.config.compared(_CONFIG_NAMES)
 
     @property
@@ -207,9 +229,14 @@ class LayerOptions:
         return self.world_size + len(self.lost_ranks)
 
     @cached_property
-    def all_experts(self) -> int:
-        """The number of experts, including those of lost ranks."""
+    def places(self) -> int:
+        """The number of places for experts, including those of lost ranks."""
         return self.config.num_experts_per_rank * self.all_ranks
+
+    @cached_property
+    def all_experts(self) -> int:
+        """The number of experts that tokens can choose, including experts of lost ranks."""
+        return self.places if self.placement is None else max(self.placement) + 1
 
     @cached_property
     def most_tokens(self) -> int:

@@ -116,11 +116,13 @@ def meet(
     owns_bootstrap: bool,
     timeout: float,
     device: int | None = None,
+    give_up: Callable[[], None] = lambda: None,
 ) -> Meeting:
     """Forms a group of all ranks of a bootstrap. All of these ranks call `meet` together. Takes the arguments and
-    raises the errors of `Communicator`. Closes the bootstrap on failure if `owns_bootstrap` is true.
+    raises the errors of `Communicator`. `give_up` is called while this rank waits; it raises to end the wait early.
+    Closes the bootstrap on failure if `owns_bootstrap` is true.
     """
-    exchange = Exchange(bootstrap, timeout)
+    exchange = Exchange(bootstrap, timeout, give_up)
     # If this rank fails, it reports the failure to the other ranks before it frees what it has made.
     with contextlib.ExitStack() as undo, exchange.telling():
         if owns_bootstrap:
@@ -188,13 +190,15 @@ def _processes(topology: Topology, segments: Mapping[int, ControlSegment]) -> di
     return {peer: process for peer, process in named.items() if not process.is_here}
 
 
-def regroup(whole: Meeting, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Meeting:
+def regroup(
+    whole: Meeting, bootstrap: Bootstrap, timeout: float, give_up: Callable[[], None], *, owns_bootstrap: bool
+) -> Meeting:
     """Forms a group of the ranks of a bootstrap. In the new group this rank keeps the runtime and options of its old
     group. See `meet`."""
     topology = whole.topology
     transport, of_node = topology.forced_for_all or topology.forced, topology.ranks[topology.rank].local_world_size
     options = replace(whole.options, transport=transport, local_world_size=of_node)
-    return meet(bootstrap, whole.runtime, options, owns_bootstrap=owns_bootstrap, timeout=timeout)
+    return meet(bootstrap, whole.runtime, options, owns_bootstrap=owns_bootstrap, timeout=timeout, give_up=give_up)
 
 
 def meet_apart(
@@ -352,7 +356,7 @@ def meet_survivors(
     """
     whole.runtime.activate()
     rank, world_size = topology.rank, topology.world_size
-    survivors = Survivors(_board(whole, topology), rank, world_size, excluded, has_ended, timeout)
+    survivors = Survivors(board_of(whole, topology), rank, world_size, excluded, has_ended, timeout)
     for attempt in range(MOST_ATTEMPTS):
         with contextlib.ExitStack() as undo:
             control = create_segment(whole.runtime, rank, timeout, world_size)
@@ -411,14 +415,15 @@ def _ways_of(whole: Meeting, members: Sequence[int]) -> dict[int, str]:
     return {peer: whole.ways[member] for peer, member in enumerate(members) if member in whole.ways}
 
 
-def _board(whole: Meeting, topology: Topology) -> Board:
+def board_of(whole: Meeting, topology: Topology) -> Board:
+    """Returns the board of a group. Raises RuntimeUnavailableError if the bootstrap of several hosts has none."""
     if not topology.spans_hosts:
         segments = {topology.rank: whole.control, **whole.segments}
         return SegmentBoard(topology.rank, {peer: segment.rendezvous for peer, segment in segments.items()})
     board: Callable[[], Board] | None = getattr(whole.bootstrap, "board", None)
     if board is None:
         raise RuntimeUnavailableError(
-            f"shrink: the ranks are on several hosts, and {type(whole.bootstrap).__name__} has no board"
+            f"the ranks are on several hosts, and {type(whole.bootstrap).__name__} has no board"
         )
     return board()
 

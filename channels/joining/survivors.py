@@ -126,7 +126,17 @@ class _Subject(IntEnum):
         return len(_Subject) * attempt + self
 
 
-assert _Subject.OUTCOME.of(MOST_ATTEMPTS - 1) < MOST_DECISIONS
+_FIRST_GROWTH = len(_Subject) * MOST_ATTEMPTS
+MOST_GROWTHS = MOST_DECISIONS - _FIRST_GROWTH
+"""The most times that a group grows; the board has a question for each growth."""
+assert MOST_GROWTHS > 0
+
+
+def settle_growth(board: Board, number: int, *, grown: bool) -> bool:
+    """Returns whether the ranks of a group continue with the grown group; the same on all ranks, of which each passes
+    whether it knows that all ranks have joined the grown group. `number` counts the group's growths, from 0.
+    """
+    return board.settle(_FIRST_GROWTH + number, _SUCCEEDED if grown else _FAILED) == _SUCCEEDED
 
 
 class Assembly(Struct, frozen=True):

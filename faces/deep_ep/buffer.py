@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.deep_ep import low_latency, normal
 from proxyccl.deep_ep.arguments import LOW_LATENCY, NORMAL, refuse, refuse_unknown, require_tensor
@@ -456,7 +457,7 @@ class Buffer(Connected):
         Raises:
             ArgumentError: rank_to_mask is this rank or no rank of the buffer, or the buffer was made without
                 enable_shrink.
-            NotImplementedError: the rank was lost, so it can't be unmasked.
+            NotImplementedError: the rank was lost; see `grow`.
         """
         self._usable()
         if not self.enable_shrink:
@@ -484,10 +485,39 @@ class Buffer(Connected):
         """Unmasks the ranks that were masked since the last dispatch.
 
         Raises:
-            NotImplementedError: ranks were lost, which can't be unmasked.
+            NotImplementedError: ranks were lost; see `grow`.
         """
         self._usable()
         self._masks.clean()
+
+    def grow(self, communicator: Communicator) -> None:
+        """Continues on a communicator in which new processes have the places of all lost ranks. All ranks of the
+        buffer make this call together, after a dispatch that has excluded the lost ranks. The new processes construct
+        a `Buffer` on their communicator. DeepEP has no such call.
+
+        Handles of earlier dispatches, and captured graphs, can no longer be used.
+
+        Args:
+            communicator: the result of `Communicator.grow` of the buffer's `communicator`. Each rank has its number in
+                the buffer. The caller closes the communicator after `destroy`.
+
+        Raises:
+            ArgumentError: the communicator's rank or number of ranks is not the buffer's, or the buffer was made
+                without enable_shrink.
+            CommunicatorError: a peer failed; see its subclasses.
+        """
+        self._usable()
+        if not self.enable_shrink:
+            raise ArgumentError("enable_shrink", "must be True to replace lost ranks")
+        if not isinstance(communicator, Communicator):
+            raise ArgumentError("communicator", f"must be a Communicator, not {type(communicator).__name__}")
+        if (found := (communicator.rank, communicator.world_size)) != (own := (self.rank, self.group_size)):
+            raise ArgumentError("communicator", f"has (rank, ranks) = {found}; expected the buffer's, {own}")
+        before, owned = self.communicator, self._owned
+        self.communicator, self._owned = communicator, False
+        self._layers, self._masks = Layers(communicator), Masks(self.group_size)
+        if owned:
+            before.close()
 
     def _layers_of_the_left(self) -> Layers:
         """Returns the layers. If ranks were lost or masked, all remaining ranks first make a communicator without these

@@ -232,7 +232,7 @@ class Masks:
 
     @staticmethod
     def _refuse_return(ranks: object) -> NotImplementedError:
-        return refuse("unmasking of lost ranks", f"make a new buffer on a group that has {ranks} again")
+        return refuse("unmasking of lost ranks", f"call Buffer.grow with a communicator that has {ranks} again")
 
 
 def _kept_outputs() -> int:

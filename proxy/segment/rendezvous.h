@@ -12,7 +12,7 @@ enum {
   PROXYCCL_MAILBOX_BYTES = 8192,   /* most bytes of a part of a message */
   PROXYCCL_INVITATIONS = 64,       /* most groups that threads of one rank may form at the same time */
   PROXYCCL_INVITATION_BYTES = 244, /* most bytes of a handle */
-  PROXYCCL_DECISIONS = 64
+  PROXYCCL_DECISIONS = 80
 };
 
 /* A part of a message. */

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import deep_ep  # noqa: E402
 
-from proxyccl import ArgumentError, ClosedError, Communicator  # noqa: E402
+from proxyccl import ArgumentError, ClosedError, Communicator, ThreadBootstrap  # noqa: E402
 from support.cases.deep_ep_clients import Mixture, dequantized, quantized  # noqa: E402
 from support.cases.deep_ep_oracle import Arrived, same, signature  # noqa: E402
 from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
@@ -353,6 +353,39 @@ def test_a_masked_rank_takes_no_part_from_the_next_dispatch_on() -> None:
         with pytest.raises(ArgumentError, match=r"^rank_to_mask: .* is this rank"):
             buffer.low_latency_update_mask_buffer(comm.rank, mask=True)
         buffer.communicator.close()
+
+    run_ranks(3, body, make_runtime=runtime_with_blocks)
+
+
+@pytest.mark.host_only(reason="more ranks than most machines have GPUs")
+def test_a_new_process_takes_the_place_of_a_lost_rank() -> None:
+    whole = ThreadBootstrap.create(3)
+
+    def body(comm: Communicator) -> None:
+        def step(buffer: Any, of_left: torch.Tensor) -> None:
+            rows, _, handle, _, _ = buffer.low_latency_dispatch(*arguments, use_fp8=False)
+            combined, _, _ = buffer.low_latency_combine(rows, mixture.ids, mixture.weights, handle)
+            factors = torch.where(of_left, mixture.weights, 0).sum(1, keepdim=True)
+            torch.testing.assert_close(combined.float(), mixture.tokens.float() * factors, rtol=0.02, atol=0.02)
+
+        mixture = mixture_of(comm)
+        arguments = (mixture.tokens, mixture.ids, mixture.most_tokens, mixture.experts)
+        chosen = mixture.ids >= 0
+        if comm.rank == 1:
+            with Communicator(whole[1], comm.runtime, timeout=comm.timeout) as grown:
+                step(deep_ep.Buffer(grown, enable_shrink=True), chosen)
+            return
+        buffer = deep_ep.Buffer(comm, enable_shrink=True)
+        buffer.low_latency_update_mask_buffer(1, mask=True)
+        step(buffer, chosen & (mixture.ids // PER_RANK != 1))
+        with pytest.raises(ArgumentError, match=r"^communicator: has \(rank, ranks\) = .*; expected the buffer's"):
+            buffer.grow(buffer.communicator)
+        with buffer.communicator.grow(whole[comm.rank]) as grown:
+            buffer.grow(grown)
+            status = torch.ones(3, dtype=torch.int32)
+            buffer.low_latency_query_mask_buffer(status)
+            assert not status.any()
+            step(buffer, chosen)
 
     run_ranks(3, body, make_runtime=runtime_with_blocks)
 

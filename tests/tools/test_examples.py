@@ -192,6 +192,18 @@ def test_data_parallel_training_ends_where_one_process_ends(training: Training) 
     training.check(run_example(training.world_size, TRAINING, *training.options))
 
 
+@pytest.mark.host_only(reason="the example chooses the host runtime")
+def test_experts_heal_after_a_loss() -> None:
+    done = run_alone(EXAMPLES / "heal_experts.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"^step \d+: (.*); right results after", done.stdout, re.MULTILINE) == [
+        "PeerLostError, ranks (2,) are lost",
+        "all ranks are there again",
+        "expert 7 has a second place",
+    ]
+    assert done.stdout.splitlines()[-1].startswith("OK: all results are exact")
+
+
 @pytest.mark.host_only(reason="more processes than most machines have GPUs")
 def test_training_goes_on_after_a_loss_as_if_the_rank_had_never_been() -> None:
     program = EXAMPLES / "digits_after_a_loss.py"
