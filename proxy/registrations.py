@@ -130,12 +130,12 @@ class RegistrationCache:
 
 def require_ordered(runtime: Runtime, gpu_writes: str, variable: str) -> None:
     """Raises RuntimeUnavailableError unless the GPU's driver or `gpu_writes` promises the order of RDMA writes.
-    `variable` is the environment variable of `gpu_writes`.
+    `variable` is the environment variable that can set `gpu_writes`.
     """
     if gpu_writes == "auto" and not runtime.orders_rdma_writes:
         raise RuntimeUnavailableError(
             f"{runtime.device_name} does not say that it orders RDMA writes to its memory before a signal in host "
-            f"memory, so kernels could read old data; {variable}=ordered promises that the platform does"
+            f"memory, so kernels could read old data; {variable}=gpu_writes=ordered promises that the platform does"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 from msgspec import Struct, field
 
 from proxyccl.device.arguments.integers import as_integer, find_integer
+from proxyccl.device.environment import OLD_VARIABLES
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy._engine import lib
@@ -39,12 +40,12 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class _FromEnvironment:
-    """Base class of sets of options, which are checked, and which environment variables can set. A field that is in
+    """Base class of sets of options, which are checked, and which an environment variable can set. A field that is in
     neither `_RANGES` nor `_choices` must be a non-empty text.
     """
 
     _owner: ClassVar[str]
-    _prefix: ClassVar[str]
+    _variable: ClassVar[str]
     _name: ClassVar[str]  # a description of valid texts, for errors
     _choices: ClassVar[dict[str, tuple[object, ...]]]
 
@@ -70,25 +71,47 @@ class _FromEnvironment:
 
     @classmethod
     def from_environment(cls, **arguments: Any) -> Self:
-        """Reads options from environment variables; a variable's name is a prefix and the option's name in capitals,
-        such as ``PROXYCCL_RDMA_PORT``. Arguments that are not None take precedence.
+        """Reads options from the environment variable ``PROXYCCL_RDMA`` or ``PROXYCCL_FABRIC``, which lists options and
+        values, such as ``device=mlx5_0,mtu=4096``. A part without "=" continues the value before it, as in
+        ``interface=eth0,eth1``. An option that the variable does not list may be in an older variable of its own, such
+        as ``PROXYCCL_RDMA_PORT``. Arguments that are not None take precedence.
 
         Raises:
-            ArgumentError: a variable or an argument is out of range, and the error names it; or an argument is not the
-                name of an option.
+            ArgumentError: a variable or an argument is out of range, and the error names it; or an argument, or a name
+                in the variable, is not the name of an option.
         """
         named = {name: value for name, value in arguments.items() if value is not None}
         known = [each.name for each in fields(cls)]
         for name in named:
             if name not in known:
                 raise ArgumentError(name, f"unknown option of {cls._owner}; expected one of {', '.join(known)}")
+        listed = cls._listed(known)
         for name in known:
-            variable = cls._prefix + name.upper()
-            text = os.environ.get(variable)
-            if text and name not in named:
+            older = f"{cls._variable}_{name.upper()}"
+            shown, text = f"{cls._variable}: {name}", listed.get(name)
+            if text is None and older in OLD_VARIABLES:
+                shown, text = older, os.environ.get(older) or None
+            if text is not None and name not in named:
                 is_number = (name in _RANGES or name == "mtu") and text.isascii() and text.isdigit()
-                named[name] = cls._checked(name, variable, int(text) if is_number else text)
+                named[name] = cls._checked(name, shown, int(text) if is_number else text)
         return cls(**named)
+
+    @classmethod
+    def _listed(cls, known: list[str]) -> dict[str, str]:
+        """Returns the texts of the options that the variable lists."""
+        listed: dict[str, str] = {}
+        name = ""
+        variable = os.environ.get(cls._variable)
+        for part in variable.split(",") if variable else ():
+            option, equals, text = (piece.strip() for piece in part.partition("="))
+            if name and not equals:
+                listed[name] += f",{option}"
+            elif option in known and option not in listed:
+                name, listed[option] = option, text
+            else:
+                reason = "is listed twice" if option in listed else f"is unknown; expected one of {', '.join(known)}"
+                raise ArgumentError(cls._variable, f"must be a list of OPTION=VALUE; {option!r} {reason}")
+        return listed
 
 
 @dataclass(frozen=True)
@@ -140,7 +163,8 @@ class RdmaOptions(_FromEnvironment):
     staging_bytes: int = 2 << 20
     staging_chunk: int = 256 << 10
 
-    _owner, _prefix, _name = "RDMA", "PROXYCCL_RDMA_", "the name of an RDMA device"
+    _owner, _name = "RDMA", "the name of an RDMA device"
+    _variable = "PROXYCCL_RDMA"
     _choices = {  # noqa: RUF012  the base class declares a ClassVar
         "mtu": MTUS,
         "signal": ("auto", "write", "fetch_add"),
@@ -189,7 +213,8 @@ class FabricOptions(_FromEnvironment):
     staging_chunk: int = 512 << 10
     streams: int | None = None
 
-    _owner, _prefix, _name = "the fabric", "PROXYCCL_FABRIC_", "a name"
+    _owner, _name = "the fabric", "a name"
+    _variable = "PROXYCCL_FABRIC"
     _choices = {  # noqa: RUF012  the base class declares a ClassVar
         "signal": ("auto", "ordered", "delivered"),
         "gpu_writes": ("auto", "ordered"),

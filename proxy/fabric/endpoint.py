@@ -183,7 +183,7 @@ class FabricEndpoint(RegistrationCache):
         number = None if runtime.name == "host" else runtime.pointer_device(ptr)
         if number is None:
             return self.register(ptr, nbytes, allocation=allocation)
-        require_ordered(runtime, gpu_writes, "PROXYCCL_FABRIC_GPU_WRITES")
+        require_ordered(runtime, gpu_writes, "PROXYCCL_FABRIC")
         with runtime.current():
             return self.register(ptr, nbytes, device=(runtime.name, number), allocation=allocation)
 

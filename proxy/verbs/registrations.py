@@ -44,7 +44,7 @@ class Registrations(RegistrationCache):
     def register_of(
         self, runtime: Runtime, gpu_writes: str, ptr: int, nbytes: int, allocation: Hashable = None
     ) -> Registration:
-        require_ordered(runtime, gpu_writes, "PROXYCCL_RDMA_GPU_WRITES")
+        require_ordered(runtime, gpu_writes, "PROXYCCL_RDMA")
         dmabuf = None if runtime.name == "host" else functools.partial(runtime.dmabuf, ptr, nbytes)
         return self.register(ptr, nbytes, dmabuf, allocation=allocation)
 

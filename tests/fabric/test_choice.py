@@ -127,7 +127,7 @@ def test_offers_that_reach_no_other_host_are_no_fabric(offers: list[FabricOffer]
 def test_the_environment_gives_what_arguments_do_not(
     monkeypatch: pytest.MonkeyPatch, name: str, text: str, value: object
 ) -> None:
-    monkeypatch.setenv(f"PROXYCCL_FABRIC_{name.upper()}", text)
+    monkeypatch.setenv("PROXYCCL_FABRIC", f"{name}={text}")
     assert getattr(FabricOptions.from_environment(), name) == value
     other: dict[str, Any] = {"provider": "net", "interface": "eth0", "depth": 3, "signal": "ordered"}
     other |= {"gpu_writes": "auto", "staging_bytes": 4096, "staging_chunk": 128, "streams": 2}
