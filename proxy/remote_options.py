@@ -15,6 +15,7 @@ from proxyccl.device.environment import OLD_VARIABLES
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy._engine import lib
+from proxyccl.proxy.placement import Near
 
 MTUS = (256, 512, 1024, 2048, 4096)
 """The valid path MTUs, in bytes."""
@@ -240,7 +241,7 @@ class RemoteSetup(Struct, frozen=True):
         runtime: the runtime whose device memory peers access.
         segment: the rank's control segment.
         signals: byte range, in the control segment, of the words that peers' proxies may signal.
-        near: the NUMA node that the device should be near; None if all nodes are equally near.
+        near: the place that the device should be near (`placement.Near`).
         local_rank: the rank's number on its host.
         core_share: cores that the rank's threads may keep busy.
     """
@@ -248,6 +249,6 @@ class RemoteSetup(Struct, frozen=True):
     runtime: Runtime
     segment: PinnedMemory
     signals: range
-    near: int | None
+    near: Near
     local_rank: int
     core_share: int

@@ -32,6 +32,7 @@ from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES
 from proxyccl.proxy.workers import MAX_RINGS
 
 _SEMAPHORE_BYTES = 8
+_PCI_ADDRESS = "^[0-9a-f]+:[0-9a-f]{2}:[0-9a-f]{2}[.][0-7]$"
 _SEMAPHORES_BYTES = _SEMAPHORE_BYTES * MAX_CHANNELS
 
 Rank = Annotated[int, Meta(ge=0, le=2**31)]
@@ -283,7 +284,7 @@ class SessionService:
         rdma: dict[str, str | int | None],
         fabric: dict[str, str | int | None],
         signals: tuple[SegmentOffset, SegmentOffset],
-        near: Annotated[int, Meta(ge=0, le=2**16)] | None,
+        near: Annotated[int, Meta(ge=0, le=2**16)] | Annotated[str, Meta(pattern=_PCI_ADDRESS)] | None,
         local_rank: Rank,
         core_share: Annotated[int, Meta(ge=1, le=2**16)],
     ) -> None:

@@ -274,7 +274,7 @@ class FabricContext(RemoteDevice):
         self.options = options
         self.staged_peers = 0
         offers = fabric_offers(device_memory=setup.runtime.name != "host")
-        self.endpoint = FabricEndpoint(choose_offer(offers, options, local_rank=setup.local_rank), options)
+        self.endpoint = FabricEndpoint(choose_offer(offers, options, setup.near, local_rank=setup.local_rank), options)
         self.registrations = self.endpoint
         with contextlib.ExitStack() as undo:
             undo.callback(self.endpoint.close)

@@ -35,14 +35,16 @@ from proxyccl import (
     rdma_devices,
 )
 from proxyccl.device.environment import OLD_VARIABLES
+from proxyccl.proxy.placement import process_numa_node
 from proxyccl.proxy.remote_options import MTUS
 from proxyccl.proxy.verbs import pyverbs_api, requirements
 from proxyccl.proxy.verbs.address import GID_TYPES, LINK_LAYERS, EndpointAddress
-from proxyccl.proxy.verbs.devices import DeviceChoice, choose_device, process_numa_node
+from proxyccl.proxy.verbs.devices import DeviceChoice, choose_device
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.registrations import Registrations
 from proxyccl.proxy.verbs.requirements import missing
 from support.fakes import pyverbs as pyverbs_stand_in
+from support.sysfs import gid_files, put
 
 pytestmark = pytest.mark.own_proxy(reason="a stand-in for RDMA, in its own process")
 
@@ -248,19 +250,6 @@ def test_an_address_out_of_range_is_refused_by_field(name: str, wrong: dict[str,
 
 
 # -- discovery in a fake sysfs ---
-
-
-def put(directory: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-
-
-def gid_files(index: int, address: str, kind: str = "", netdev: str = "") -> dict[str, str]:
-    written = ipaddress.IPv6Address(address).packed.hex(":", 2)
-    files = {f"gids/{index}": written, f"gid_attrs/types/{index}": kind, f"gid_attrs/ndevs/{index}": netdev}
-    return {name: text for name, text in files.items() if text}
 
 
 @pytest.fixture
