@@ -5,6 +5,7 @@ opened.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -19,6 +20,9 @@ from proxyccl.proxy.placement import Near
 
 MTUS = (256, 512, 1024, 2048, 4096)
 """The valid path MTUs, in bytes."""
+
+RAILS: int = lib.PROXYCCL_RAILS
+"""The number of RDMA devices of a rank that has several."""
 
 MOST_WIRES: int = lib.PROXYCCL_STAGED_WIRES
 """The highest number of links (wires) of a staged connection."""
@@ -58,6 +62,11 @@ class _FromEnvironment:
 
     @classmethod
     def _checked(cls, option: str, shown: str, value: object) -> object:
+        if option == "devices":
+            names = tuple(value.split(",") if isinstance(value, str) else value) if isinstance(value, Iterable) else ()
+            if len(set(names)) != RAILS or not all(isinstance(name, str) and name for name in names):
+                raise ArgumentError(shown, f"must be the names of {RAILS} RDMA devices, not {value!r}")
+            return names
         if option in _RANGES:
             lowest, highest = _RANGES[option][0], _RANGES[option][-1]
             return as_integer(value, shown, f"must be a whole number from {lowest} to {highest}", lowest, highest)
@@ -122,6 +131,9 @@ class RdmaOptions(_FromEnvironment):
 
     Attributes:
         device: name of the RDMA device, such as "mlx5_0"; None for the nearest (`choose_device`).
+        devices: names of two RDMA devices (rails) of the rank; None for one device. Long puts and gets are divided
+            between the rails by the rates of the devices' ports. The first devices of two ranks are connected with each
+            other, and the second devices, so the order of the names matters.
         port: number of the device's port; None for the nearest active port.
         gid_index: index of the port's GID to use; None to choose a GID of RoCE v2 with an IPv4 address if there is one.
         mtu: largest path MTU in bytes, one of 256, 512, 1024, 2048, 4096; None for the port's MTU. A connection uses
@@ -150,6 +162,7 @@ class RdmaOptions(_FromEnvironment):
     """
 
     device: str | None = None
+    devices: tuple[str, ...] | None = None
     port: int | None = None
     gid_index: int | None = None
     mtu: int | None = None
@@ -171,6 +184,11 @@ class RdmaOptions(_FromEnvironment):
         "signal": ("auto", "write", "fetch_add"),
         "gpu_writes": ("auto", "ordered"),
     }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.device is not None and self.devices is not None:
+            raise ArgumentError("devices", f"must be None where device names one, {self.device!r}")
 
 
 @dataclass(frozen=True)

@@ -361,6 +361,23 @@ def choose_device(
     return DeviceChoice(device, port.number, port.best_gid.index if options.gid_index is None else options.gid_index)
 
 
+def choose_devices(
+    devices: list[RdmaDevice],
+    options: RdmaOptions,
+    near: Near = None,
+    *,
+    local_rank: int = 0,
+    root: Path = SYSFS,
+) -> list[DeviceChoice]:
+    """Returns the choice of each device that `options.devices` names, otherwise one choice. The arguments and the
+    errors are those of `choose_device`.
+    """
+    return [
+        choose_device(devices, replace(options, devices=None, device=name), near, local_rank=local_rank, root=root)
+        for name in options.devices or (options.device,)
+    ]
+
+
 def _with_port(device: RdmaDevice, number: int | None) -> RdmaDevice:
     """Returns the device with only the port of this number; None means all ports."""
     return replace(device, ports=tuple(port for port in device.ports if number in (None, port.number)))

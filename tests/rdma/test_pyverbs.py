@@ -51,6 +51,7 @@ pytestmark = pytest.mark.own_proxy(reason="a stand-in for RDMA, in its own proce
 # -- options ---
 
 WRONG_OPTIONS: dict[str, list[Any]] = {
+    "devices": [(), "rxe0", ("rxe0",), ("rxe0", "rxe0"), ("rxe0", ""), ("rxe0", 1), ("a", "b", "c"), 5],
     "device": ["", 3, b"rxe0"],
     "port": [0, 255, -1, 1.0, "1", True],
     "gid_index": [-1, 1 << 16, "0"],
@@ -68,6 +69,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
 }
 FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "device": ("3", "3"),
+    "devices": ("mlx5_1,mlx5_0", ("mlx5_1", "mlx5_0")),
     "port": ("2", 2),
     "gid_index": ("0", 0),
     "mtu": ("1024", 1024),
@@ -109,6 +111,7 @@ def test_options_come_from_the_environment_and_arguments_win(name: str, monkeypa
     assert RdmaOptions.from_environment(**{name: None}) == replace(RdmaOptions(), **{name: value})
     others = {
         "device": "mlx5_0",
+        "devices": ("rxe0", "rxe1"),
         "signal": "write",
         "gpu_writes": "auto",
         "mtu": 256,
@@ -142,7 +145,7 @@ def test_older_variables_of_one_option_are_read_if_the_list_lacks_the_option(mon
     ("text", "reason"),
     [
         ("mlx5_0", "'mlx5_0' is unknown"),
-        ("devise=mlx5_0", "'devise' is unknown; expected one of device, port"),
+        ("devise=mlx5_0", "'devise' is unknown; expected one of device, devices, port"),
         ("mtu=256,mtu=512", "'mtu' is listed twice"),
     ],
 )
@@ -152,7 +155,7 @@ def test_a_malformed_list_is_refused(text: str, reason: str, monkeypatch: pytest
         RdmaOptions.from_environment()
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "device"])
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("device", "devices")])
 @pytest.mark.parametrize("text", ["none", "-1", "99999999", "0x4", "1.5", "²"])
 def test_a_wrong_variable_is_named(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROXYCCL_RDMA", f"{name}={text}")
@@ -162,7 +165,7 @@ def test_a_wrong_variable_is_named(name: str, text: str, monkeypatch: pytest.Mon
 
 
 def test_what_is_no_option_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"^depth: unknown option of RDMA; expected one of device, port"):
+    with pytest.raises(ArgumentError, match=r"^depth: unknown option of RDMA; expected one of device, devices, port"):
         RdmaOptions.from_environment(depth=3)
 
 

@@ -1,0 +1,232 @@
+/* Operations wait in a queue of the connection. A long put or get is cut into one part for each rail; every other
+ * operation is one part on the home rail. A rail executes its parts in order.
+ *
+ * Parts on different rails have no order, so a part waits while a part on another rail is outstanding that it must
+ * follow (must_follow). */
+#include "rails_transport.h"
+
+#include <stdlib.h>
+
+#include "operations.h"
+#include "transports.h"
+
+enum { RAILS = PROXYCCL_RAILS, PARTS = PROXYCCL_RAIL_PARTS };
+
+typedef struct {
+  ProxycclConnection *wire;
+  uint64_t first, last; /* the rail's outstanding parts are numbered from `first` to `last` - 1 */
+  uint64_t done;        /* number of complete parts; the wire's flushes store it */
+  uint64_t marked;      /* number of parts before the newest flush */
+  uint32_t speed;
+  Operation parts[PARTS];
+  uint64_t numbers[PARTS]; /* the parts' numbers among all parts of the connection, from 1 */
+} Rail;
+
+typedef struct {
+  QueuedConnection queue;
+  uint32_t home, cut;
+  uint64_t made; /* number of parts that were posted */
+  Rail rails[RAILS];
+} RailsConnection;
+
+static RailsConnection *self_of(ProxycclConnection *base) { return (RailsConnection *)base; }
+
+static int is_busy(const Rail *rail) { return rail->first != rail->last; }
+
+static int overlap(uint64_t a, uint64_t a_bytes, uint64_t b, uint64_t b_bytes) {
+  return a < b + b_bytes && b < a + a_bytes;
+}
+
+/* Returns whether an operation must follow an earlier part, in that the two could not be exchanged without being
+ * noticed. Signals, and values on which a peer may wait, show that all earlier operations are complete. */
+static int must_follow(const Operation *later, const Operation *earlier) {
+  if (later->kind != PUT && later->kind != GET) return 1;
+  if (earlier->kind == SIGNAL) return 0;
+  const int gets = (later->kind == GET) + (earlier->kind == GET);
+  /* A put writes the peer's memory and reads this rank's memory; a get does the opposite. */
+  const int writes_peer = gets < 2, writes_own = gets > 0;
+  const uint64_t later_peer = later->kind == GET ? later->source : later->destination;
+  const uint64_t earlier_peer = earlier->kind == GET ? earlier->source : earlier->destination;
+  const uint64_t later_own = later->kind == GET ? later->destination : later->source;
+  const uint64_t earlier_own = earlier->kind == GET ? earlier->destination : earlier->source;
+  if (writes_peer && overlap(later_peer, later->bytes, earlier_peer, earlier->bytes)) return 1;
+  return writes_own && earlier->kind != VALUE && overlap(later_own, later->bytes, earlier_own, earlier->bytes);
+}
+
+/* Returns whether an operation must wait for a part on a rail other than `rail`. */
+static int waits_for_others(const RailsConnection *self, uint32_t rail, const Operation *operation) {
+  for (uint32_t i = 0; i < RAILS; ++i) {
+    const Rail *other = &self->rails[i];
+    if (i == rail) continue;
+    for (uint64_t number = other->first; number != other->last; ++number)
+      if (must_follow(operation, &other->parts[number % PARTS])) return 1;
+  }
+  return 0;
+}
+
+static int has_room(const Rail *rail) {
+  return rail->last - rail->first < PARTS && rail->wire->transport->ready(rail->wire) > 0;
+}
+
+/* Makes the wire tell when all parts so far are complete. */
+static int mark(Rail *rail) {
+  rail->marked = rail->last;
+  return rail->wire->transport->flush(rail->wire, &rail->done, rail->marked);
+}
+
+static uint64_t key_of(uint64_t keys, uint32_t rail) { return keys >> (32 * rail) & 0xffffffffu; }
+
+/* Posts an operation as a part on a rail that has room. */
+static int post(RailsConnection *self, uint32_t number, const Operation *operation) {
+  Rail *rail = &self->rails[number];
+  const ProxycclTransport *transport = rail->wire->transport;
+  const ProxycclMemory src = {
+      .base = (char *)operation->source, .bytes = operation->bytes, .key = key_of(operation->source_key, number)};
+  const ProxycclMemory dst = {.base = (char *)operation->destination,
+                              .bytes = operation->bytes,
+                              .key = key_of(operation->destination_key, number)};
+  rail->numbers[rail->last % PARTS] = ++self->made;
+  rail->parts[rail->last++ % PARTS] = *operation;
+  if (operation->kind == PUT) return transport->put(rail->wire, &dst, 0, &src, 0, operation->bytes);
+  if (operation->kind == GET) return transport->get(rail->wire, &dst, 0, &src, 0, operation->bytes);
+  if (operation->kind == VALUE)
+    return transport->put_value(rail->wire, &dst, 0, operation->value, (uint32_t)operation->bytes);
+  return transport->signal(rail->wire, (uint64_t *)operation->destination, operation->value, operation->source);
+}
+
+/* Cuts a put or get into one part for each rail. Returns a status, and sets *posted if the parts were posted. */
+static int post_cut(RailsConnection *self, const Operation *whole, int *posted) {
+  Operation parts[RAILS];
+  uint64_t speeds = 0, begin = 0, left = whole->bytes;
+  for (uint32_t i = 0; i < RAILS; ++i) speeds += self->rails[i].speed;
+  for (uint32_t i = 0; i < RAILS; ++i) {
+    const uint64_t share = left / speeds * self->rails[i].speed / PROXYCCL_RAILS_ALIGN * PROXYCCL_RAILS_ALIGN;
+    parts[i] = *whole;
+    operation_advance(&parts[i], begin);
+    parts[i].bytes = i + 1 == RAILS ? left : share;
+    if (!has_room(&self->rails[i]) || waits_for_others(self, i, &parts[i])) return 0;
+    speeds -= self->rails[i].speed;
+    begin += parts[i].bytes;
+    left -= parts[i].bytes;
+  }
+  *posted = 1;
+  for (uint32_t i = 0; i < RAILS; ++i) {
+    if (parts[i].bytes == 0) continue;
+    int status = post(self, i, &parts[i]);
+    if (status == 0 && i != self->home) status = mark(&self->rails[i]); /* a signal may wait for this part */
+    if (status != 0) return status;
+  }
+  return 0;
+}
+
+/* Returns the number of the last part before the first incomplete part. */
+static uint64_t completed(const RailsConnection *self) {
+  uint64_t next = self->made + 1;
+  for (uint32_t i = 0; i < RAILS; ++i) {
+    const Rail *rail = &self->rails[i];
+    if (is_busy(rail) && rail->numbers[rail->first % PARTS] < next) next = rail->numbers[rail->first % PARTS];
+  }
+  return next - 1;
+}
+
+/* Posts operations in order until one must wait. */
+static int issue(ProxycclConnection *base) {
+  RailsConnection *self = self_of(base);
+  for (Operation *operation; (operation = operations_next(&self->queue.operations)) != NULL;) {
+    int status = 0, posted = 0;
+    if (operation->kind == FLUSH) {
+      posted = flushes_push(&self->queue.flushes, operation, self->made, completed(self));
+    } else if (operation->bytes >= self->cut) {
+      status = post_cut(self, operation, &posted);
+    } else if (has_room(&self->rails[self->home]) && !waits_for_others(self, self->home, operation)) {
+      posted = 1;
+      status = post(self, self->home, operation);
+    }
+    if (status != 0) return status;
+    if (!posted) return 0;
+    operations_pop(&self->queue.operations);
+  }
+  return 0;
+}
+
+/* Polls a rail's wire, and removes complete parts. */
+static int poll_rail(Rail *rail, uint32_t *progress) {
+  const int status = rail->wire->transport->poll(rail->wire, progress);
+  if (status != 0) return status;
+  rail->first = rail->done;
+  return is_busy(rail) && rail->done == rail->marked ? mark(rail) : 0;
+}
+
+static int rails_poll(ProxycclConnection *base, uint32_t *progress) {
+  RailsConnection *self = self_of(base);
+  int status = 0;
+  for (uint32_t i = 0; i < RAILS && status == 0; ++i) status = poll_rail(&self->rails[i], progress);
+  if (status != 0) return status;
+  flushes_complete(&self->queue.flushes, completed(self));
+  status = issue(base);
+  return status == 0 ? proxyccl_mark_progress(base) : status;
+}
+
+static int rails_signal(ProxycclConnection *base, uint64_t *remote, uint64_t value, uint64_t previous) {
+  RailsConnection *self = self_of(base);
+  Operation *operation = operations_push(&self->queue.operations, SIGNAL);
+  operation->destination = (uintptr_t)remote;
+  operation->bytes = 0;
+  operation->value = value;
+  operation->source = previous;
+  return issue(base);
+}
+
+/* Operations wait in the queue only while a part is outstanding. */
+static int rails_idle(const ProxycclConnection *base) {
+  const RailsConnection *self = (const RailsConnection *)base;
+  for (uint32_t i = 0; i < RAILS; ++i)
+    if (is_busy(&self->rails[i])) return 0;
+  return 1;
+}
+
+static void rails_destroy(ProxycclConnection *base) {
+  RailsConnection *self = self_of(base);
+  for (uint32_t i = 0; i < RAILS; ++i)
+    if (self->rails[i].wire != NULL) proxyccl_connection_destroy(self->rails[i].wire);
+  free(self);
+}
+
+static ProxycclConnection *rails_create(const void *given, const ProxycclRuntimeTable *runtime, const char **refused) {
+  const ProxycclRailsOptions *options = given;
+  for (uint32_t i = 0; i < RAILS; ++i)
+    if (options->speeds[i] == 0) *refused = "speeds";
+  if (options->home >= RAILS) *refused = "home";
+  if (options->cut == 0) *refused = "cut";
+  if (*refused != NULL) return NULL;
+  RailsConnection *self = calloc(1, sizeof *self);
+  if (self == NULL) return NULL;
+  self->queue.base.transport = &proxyccl_rails_transport;
+  self->queue.issue = issue;
+  self->home = options->home;
+  self->cut = options->cut;
+  for (uint32_t i = 0; i < RAILS; ++i) {
+    Rail *rail = &self->rails[i];
+    rail->speed = options->speeds[i];
+    rail->wire = proxyccl_connection_create("verbs", options->options[i], runtime, refused);
+    if (rail->wire == NULL) {
+      rails_destroy(&self->queue.base);
+      return NULL;
+    }
+  }
+  return &self->queue.base;
+}
+
+const ProxycclTransport proxyccl_rails_transport = {
+    .name = "rails",
+    .create = rails_create,
+    .ready = queued_ready,
+    .put = queued_put,
+    .get = queued_get,
+    .put_value = queued_put_value,
+    .signal = rails_signal,
+    .flush = queued_flush,
+    .poll = rails_poll,
+    .idle = rails_idle,
+    .destroy = rails_destroy,
+};
