@@ -2,15 +2,22 @@
  * operation is one part on the home rail. A rail executes its parts in order.
  *
  * Parts on different rails have no order, so a part waits while a part on another rail is outstanding that it must
- * follow (must_follow). */
+ * follow (must_follow).
+ *
+ * After a failure of one rail, recover() moves the rail's incomplete parts to the other rail, in stages. */
 #include "rails_transport.h"
 
 #include <stdlib.h>
 
+#include "clock.h"
 #include "operations.h"
 #include "transports.h"
+#include "verbs_transport.h"
 
 enum { RAILS = PROXYCCL_RAILS, PARTS = PROXYCCL_RAIL_PARTS };
+enum { WR_FLUSH_ERR = 5 }; /* an ibv_wc_status */
+
+#define LONGEST_NS 10000000000ull /* longest recovery */
 
 typedef struct {
   ProxycclConnection *wire;
@@ -18,14 +25,36 @@ typedef struct {
   uint64_t done;        /* number of complete parts; the wire's flushes store it */
   uint64_t marked;      /* number of parts before the newest flush */
   uint32_t speed;
+  uint32_t signal_rkey;
   Operation parts[PARTS];
   uint64_t numbers[PARTS]; /* the parts' numbers among all parts of the connection, from 1 */
 } Rail;
 
+/* The stages of the recovery from a failed rail. */
+typedef enum {
+  BOTH_UP,
+  STOPPING, /* this rank's queue pair must still get into its error state, so that it executes no late requests */
+  TELLING,  /* the peer must be told that this rank's queue pair is in its error state */
+  WAITING,  /* the peer's queue pair must get into its error state; then the peer executes no outstanding part */
+  READING,  /* the peer's semaphore words are read, which show what was executed */
+  MOVING,   /* the parts that were not executed are posted on the other rail */
+  ONE_UP
+} Stage;
+
 typedef struct {
   QueuedConnection queue;
-  uint32_t home, cut;
+  uint32_t home;
+  uint64_t cut;  /* least bytes of a put or get that is cut */
   uint64_t made; /* number of parts that were posted */
+  ProxycclRailsOptions options;
+  ProxycclRailsMail *mail;
+  Stage stage;
+  uint32_t failed;   /* number of the failed rail */
+  int status;        /* why it failed */
+  uint64_t next;     /* in the stages READING and MOVING: number of the failed rail's next part */
+  int asked;         /* in the stages STOPPING and READING: whether all requests of the stage are posted */
+  uint64_t read;     /* 1 when the words are read */
+  uint64_t until_ns; /* time at which the recovery is given up */
   Rail rails[RAILS];
 } RailsConnection;
 
@@ -76,22 +105,27 @@ static int mark(Rail *rail) {
 
 static uint64_t key_of(uint64_t keys, uint32_t rail) { return keys >> (32 * rail) & 0xffffffffu; }
 
-/* Posts an operation as a part on a rail that has room. */
-static int post(RailsConnection *self, uint32_t number, const Operation *operation) {
-  Rail *rail = &self->rails[number];
+/* Hands an operation to the wire of a rail that has room. */
+static int send(Rail *rail, uint32_t number, const Operation *operation) {
   const ProxycclTransport *transport = rail->wire->transport;
   const ProxycclMemory src = {
       .base = (char *)operation->source, .bytes = operation->bytes, .key = key_of(operation->source_key, number)};
   const ProxycclMemory dst = {.base = (char *)operation->destination,
                               .bytes = operation->bytes,
                               .key = key_of(operation->destination_key, number)};
-  rail->numbers[rail->last % PARTS] = ++self->made;
-  rail->parts[rail->last++ % PARTS] = *operation;
   if (operation->kind == PUT) return transport->put(rail->wire, &dst, 0, &src, 0, operation->bytes);
   if (operation->kind == GET) return transport->get(rail->wire, &dst, 0, &src, 0, operation->bytes);
   if (operation->kind == VALUE)
     return transport->put_value(rail->wire, &dst, 0, operation->value, (uint32_t)operation->bytes);
   return transport->signal(rail->wire, (uint64_t *)operation->destination, operation->value, operation->source);
+}
+
+/* Posts an operation as a part on a rail that has room. */
+static int post(RailsConnection *self, uint32_t number, const Operation *operation) {
+  Rail *rail = &self->rails[number];
+  rail->numbers[rail->last % PARTS] = ++self->made;
+  rail->parts[rail->last++ % PARTS] = *operation;
+  return send(rail, number, operation);
 }
 
 /* Cuts a put or get into one part for each rail. Returns a status, and sets *posted if the parts were posted. */
@@ -132,6 +166,7 @@ static uint64_t completed(const RailsConnection *self) {
 /* Posts operations in order until one must wait. */
 static int issue(ProxycclConnection *base) {
   RailsConnection *self = self_of(base);
+  if (self->stage != BOTH_UP && self->stage != ONE_UP) return 0;
   for (Operation *operation; (operation = operations_next(&self->queue.operations)) != NULL;) {
     int status = 0, posted = 0;
     if (operation->kind == FLUSH) {
@@ -157,10 +192,152 @@ static int poll_rail(Rail *rail, uint32_t *progress) {
   return is_busy(rail) && rail->done == rail->marked ? mark(rail) : 0;
 }
 
+/* Returns whether a status shows that the adapter, the link or the queue pair failed, and not that the request was
+ * wrong. */
+static int is_of_link(int status) {
+  /* ibv_wc_status: LOC_QP_OP_ERR, WR_FLUSH_ERR, RETRY_EXC_ERR, RNR_RETRY_EXC_ERR, FATAL_ERR, RESP_TIMEOUT_ERR,
+   * GENERAL_ERR */
+  static const int statuses[] = {2, 5, 12, 13, 19, 20, 21};
+  for (size_t i = 0; i < sizeof statuses / sizeof *statuses; ++i)
+    if (status == PROXYCCL_VERBS_COMPLETION + statuses[i]) return 1;
+  return 0;
+}
+
+/* Begins the recovery from a rail's failure. Returns the status if the connection can't do without the rail. */
+static int begin_recovery(RailsConnection *self, uint32_t rail, int status, Stage stage) {
+  if (self->mail == NULL || self->stage != BOTH_UP || !is_of_link(status)) return status;
+  self->failed = rail;
+  self->status = status;
+  self->stage = stage;
+  self->until_ns = now_ns() + LONGEST_NS;
+  return 0;
+}
+
+/* Puts the queue pair of the failed rail into its error state by a request with a key that does not exist. */
+static int stop(RailsConnection *self) {
+  const Operation wrong = {.kind = PUT,
+                           .source = (uintptr_t)self->mail,
+                           .destination = self->options.peer_mail,
+                           .bytes = 1,
+                           .source_key = ~0ull,
+                           .destination_key = self->options.peer_mail_keys};
+  Rail *rail = &self->rails[self->failed];
+  if (self->asked || rail->wire->transport->ready(rail->wire) == 0) return 0;
+  self->asked = 1;
+  return send(rail, self->failed, &wrong);
+}
+
+/* Tells the peer that this rank's queue pair of the failed rail is in its error state. */
+static int tell(RailsConnection *self, uint32_t by) {
+  const Operation told = {.kind = VALUE,
+                          .value = 1,
+                          .bytes = sizeof self->mail->down[0],
+                          .destination = self->options.peer_mail + self->failed * sizeof self->mail->down[0],
+                          .destination_key = self->options.peer_mail_keys};
+  return send(&self->rails[by], by, &told);
+}
+
+/* Reads the words of the failed rail's signals. Sets `read` when the last is read. */
+static int read_words(RailsConnection *self, uint32_t by) {
+  const Rail *failed = &self->rails[self->failed];
+  Rail *other = &self->rails[by];
+  for (; self->next != failed->last; ++self->next) {
+    const Operation *part = &failed->parts[self->next % PARTS];
+    if (part->kind != SIGNAL) continue;
+    if (other->wire->transport->ready(other->wire) == 0) return 0;
+    const Operation word = {.kind = GET,
+                            .source = part->destination,
+                            .source_key = (uint64_t)other->signal_rkey << (32 * by),
+                            .destination = (uintptr_t)&self->mail->words[self->next % PARTS],
+                            .destination_key = self->options.mail_keys,
+                            .bytes = sizeof part->value};
+    const int status = send(other, by, &word);
+    if (status != 0) return status;
+  }
+  if (other->wire->transport->ready(other->wire) == 0) return 0;
+  self->asked = 1;
+  return other->wire->transport->flush(other->wire, &self->read, 1);
+}
+
+/* Removes the failed rail's parts up to its last signal that the peer has: a queue pair executes its requests in order.
+ * The peer does not know of the parts after this signal, so that posting them again is not noticed. */
+static void remove_executed(RailsConnection *self) {
+  Rail *failed = &self->rails[self->failed];
+  for (uint64_t number = failed->first; number != failed->last; ++number) {
+    const Operation *part = &failed->parts[number % PARTS];
+    if (part->kind == SIGNAL && self->mail->words[number % PARTS] >= part->value) failed->first = number + 1;
+  }
+}
+
+/* Posts the failed rail's parts on the other rail. They stay in the failed rail's list until all are complete, so that
+ * flushes wait for them. */
+static int move(RailsConnection *self, uint32_t by) {
+  Rail *failed = &self->rails[self->failed], *other = &self->rails[by];
+  for (; self->next != failed->last; ++self->next) {
+    if (!has_room(other)) return 0;
+    const int status = post(self, by, &failed->parts[self->next % PARTS]);
+    if (status != 0) return status;
+  }
+  if (is_busy(other)) return 0;
+  failed->first = failed->last;
+  self->home = by;
+  self->cut = UINT64_MAX;
+  self->stage = ONE_UP;
+  return 0;
+}
+
+/* Advances the recovery. Returns a status if it fails. */
+static int recover(RailsConnection *self, uint32_t *progress) {
+  const uint32_t by = 1 - self->failed;
+  Rail *failed = &self->rails[self->failed], *other = &self->rails[by];
+  if (now_ns() > self->until_ns) return self->status;
+  ++*progress; /* the thread must not sleep long meanwhile */
+  switch (self->stage) {
+    case STOPPING:
+      if (failed->wire->transport->poll(failed->wire, progress) < PROXYCCL_VERBS_COMPLETION) return stop(self);
+      self->stage = TELLING; /* fall through */
+    case TELLING:
+      if (other->wire->transport->ready(other->wire) == 0) return 0;
+      self->stage = WAITING;
+      return tell(self, by);
+    case WAITING:
+      if (word_load(&self->mail->down[self->failed]) == 0) return 0;
+      failed->first = failed->done;
+      self->next = failed->first;
+      self->asked = 0;
+      self->stage = READING;
+      return read_words(self, by);
+    case READING:
+      if (word_load(&self->read) == 0) return self->asked ? 0 : read_words(self, by);
+      remove_executed(self);
+      self->next = failed->first;
+      self->stage = MOVING;
+      return move(self, by);
+    case MOVING:
+      return move(self, by);
+    default:
+      return 0;
+  }
+}
+
+/* Polls the rails that are up, and begins a recovery if one fails here or at the peer. */
+static int poll_rails(RailsConnection *self, uint32_t *progress) {
+  for (uint32_t i = 0; i < RAILS; ++i) {
+    if (self->stage != BOTH_UP && i == self->failed) continue;
+    int status = poll_rail(&self->rails[i], progress);
+    if (status != 0) status = begin_recovery(self, i, status, TELLING);
+    if (status != 0) return status;
+  }
+  for (uint32_t i = 0; self->mail != NULL && self->stage == BOTH_UP && i < RAILS; ++i) {
+    if (word_load(&self->mail->down[i]) == 0) continue;
+    begin_recovery(self, i, PROXYCCL_VERBS_COMPLETION + WR_FLUSH_ERR, STOPPING);
+  }
+  return self->stage == BOTH_UP || self->stage == ONE_UP ? 0 : recover(self, progress);
+}
+
 static int rails_poll(ProxycclConnection *base, uint32_t *progress) {
   RailsConnection *self = self_of(base);
-  int status = 0;
-  for (uint32_t i = 0; i < RAILS && status == 0; ++i) status = poll_rail(&self->rails[i], progress);
+  int status = poll_rails(self, progress);
   if (status != 0) return status;
   flushes_complete(&self->queue.flushes, completed(self));
   status = issue(base);
@@ -180,9 +357,17 @@ static int rails_signal(ProxycclConnection *base, uint64_t *remote, uint64_t val
 /* Operations wait in the queue only while a part is outstanding. */
 static int rails_idle(const ProxycclConnection *base) {
   const RailsConnection *self = (const RailsConnection *)base;
+  if (self->stage != BOTH_UP && self->stage != ONE_UP) return 0;
   for (uint32_t i = 0; i < RAILS; ++i)
     if (is_busy(&self->rails[i])) return 0;
   return 1;
+}
+
+int proxyccl_rails_failed(const ProxycclConnection *base, int *status) {
+  const RailsConnection *self = (const RailsConnection *)base;
+  if (base->transport != &proxyccl_rails_transport || self->stage == BOTH_UP) return -1;
+  *status = self->status;
+  return (int)self->failed;
 }
 
 static void rails_destroy(ProxycclConnection *base) {
@@ -205,9 +390,12 @@ static ProxycclConnection *rails_create(const void *given, const ProxycclRuntime
   self->queue.issue = issue;
   self->home = options->home;
   self->cut = options->cut;
+  self->options = *options;
+  self->mail = (ProxycclRailsMail *)options->mail;
   for (uint32_t i = 0; i < RAILS; ++i) {
     Rail *rail = &self->rails[i];
     rail->speed = options->speeds[i];
+    rail->signal_rkey = ((const ProxycclVerbsOptions *)options->options[i])->signal_rkey;
     rail->wire = proxyccl_connection_create("verbs", options->options[i], runtime, refused);
     if (rail->wire == NULL) {
       rails_destroy(&self->queue.base);

@@ -17,7 +17,7 @@ from msgspec import Struct
 from proxyccl.device.ffi_types import fill
 from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import EndpointInfo, EndpointWire
-from proxyccl.proxy.registrations import rail_key
+from proxyccl.proxy.registrations import Registration, rail_key
 from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
 from proxyccl.proxy.transports.staged_connection import STATUSES, StagedEndpoint, Wire, staged_over
 from proxyccl.proxy.transports.transport import (
@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # imported at run time only when the device is opened
     from proxyccl.proxy.verbs.registrations import VerbsContext
 
 ffi, lib = _engine.ffi, _engine.lib
+_MAIL_BYTES = ffi.sizeof("ProxycclRailsMail")
 _CUT = 128 << 10
 """Puts and gets of at least this many bytes are divided between two rails."""
 
@@ -91,52 +92,69 @@ class RailsOptions(Struct, frozen=True):
     Attributes:
         native: a ProxycclRailsOptions.
         rails: the ProxycclVerbsOptions of each rail.
+        names: the names of the rails' adapters.
     """
 
     native: Any
     rails: tuple[Any, ...]
+    names: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, rails: Sequence[Any], speeds: Sequence[int], home: int, cut: int = _CUT) -> RailsOptions:
-        """Makes options from the fields of ProxycclRailsOptions."""
-        native = fill(ffi.new("ProxycclRailsOptions *"), home=home, cut=cut)
+    def of(cls, rails: Sequence[Any], speeds: Sequence[int], names: Sequence[str] = (), **fields: int) -> RailsOptions:
+        """Makes options; `fields` are other fields of ProxycclRailsOptions."""
+        native = fill(ffi.new("ProxycclRailsOptions *"), **{"cut": _CUT, **fields})
         for i, (options, speed) in enumerate(zip(rails, speeds, strict=True)):
             native.options[i], native.speeds[i] = options, speed
-        return cls(native, tuple(rails))
+        return cls(native, tuple(rails), tuple(names))
 
 
 def _connect(engine: EngineRuntime, options: Any) -> EngineConnection:
     if isinstance(options, RailsOptions):
-        return EngineConnection(create(engine, "rails", options.native, *options.rails, needs=NEEDS))
+        pointer = create(engine, "rails", options.native, *options.rails, needs=NEEDS)
+        return EngineConnection(pointer, rails=options.names)
     return EngineConnection(create(engine, "verbs", options, needs=NEEDS))
 
 
 class _Endpoint:
-    """One queue pair for each of the rank's adapters."""
+    """One queue pair for each of the rank's adapters, and the memory in which the peer reports a failed adapter."""
 
     def __init__(self, device: VerbsContext) -> None:
         self._device, segment = device, device.setup.segment
         registration = device.registrations.register(segment.host_ptr, segment.nbytes)
+        self._mail: Registration | None = None
         with contextlib.ExitStack() as undo:
             self._rails = []
             for each in device.devices:
                 self._rails.append(each.endpoint())
                 undo.callback(self._rails[-1].close)
+            if len(self._rails) > 1 and all(rail.signal == "write" for rail in self._rails) and device.reads:
+                mail = device.setup.runtime.allocate_pinned(_MAIL_BYTES)
+                undo.callback(mail.close)
+                self._mail = device.registrations.register(mail.host_ptr, mail.nbytes)
+                undo.callback(device.registrations.release, self._mail)
             self._close = undo.pop_all().close
         first, *more = [rail.address for rail in self._rails]
-        wires = tuple(EndpointWire(address, registration.key, 0) for address in more)
-        self.info = EndpointInfo(first, segment.host_ptr, registration.key, more=wires)
+        key, address = (self._mail.key, self._mail.address) if self._mail is not None else (0, 0)
+        self.info = EndpointInfo(
+            first, segment.host_ptr, registration.key, more=tuple(EndpointWire(each, key, address) for each in more)
+        )
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
         """Implements `TransportEndpoint.connect`. The two ranks use as many rails as both have."""
         require_unstaged(theirs)
         rails = []
-        for number, (rail, end) in enumerate(zip(self._rails, theirs.wires(), strict=False)):
+        ends = theirs.wires()
+        for number, (rail, end) in enumerate(zip(self._rails, ends, strict=False)):
             rail.connect(end.endpoint, timeout, given_up)
             rails.append(rail.engine_options(rail_key(theirs.rkey, number)))
         if len(rails) == 1:
             return rails[0]
-        return RailsOptions.of(rails, [each.speed for each in self._device.devices], self._device.next_home())
+        fields = {"home": self._device.next_home()}
+        if self._mail is not None and ends[1].area:
+            fields |= {"mail": self._mail.address, "mail_keys": self._mail.local_key}
+            fields |= {"peer_mail": ends[1].area, "peer_mail_keys": ends[1].rkey}
+        devices = self._device.devices
+        return RailsOptions.of(rails, [each.speed for each in devices], [each.name for each in devices], **fields)
 
     def close(self) -> None:
         self._close()

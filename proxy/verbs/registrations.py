@@ -173,6 +173,11 @@ class VerbsContext(RemoteDevice):
         if len(self.devices) > 1:
             self.registrations = RailRegistrations(self.registrations_by_rail)
 
+    @property
+    def reads(self) -> bool:
+        """Whether all devices support RDMA reads."""
+        return all(device.reads for device in self.devices)
+
     def next_home(self) -> int:
         """Returns the number of the device that carries a new connection's short operations. Connections take turns."""
         return next(self._homes) % len(self.devices)

@@ -24,7 +24,7 @@ from support.devices import rank_runtime
 from support.fakes.writer import FakeWriter
 from support.running import TIMEOUT, wait_for
 
-LKEY, RKEY, SIGNAL_RKEY, SCRATCH_LKEY = 0x11, 0x22, 0x33, 0x44
+LKEY, RKEY, SIGNAL_RKEY, SCRATCH_LKEY, MAIL_LKEY, MAIL_RKEY = 0x11, 0x22, 0x33, 0x44, 0x55, 0x66
 _KEYS_APART = 0x100  # difference between the keys of the same memory on two rails
 
 
@@ -202,7 +202,11 @@ class FakePeer(OwnTriggers):
             if fetch_add:
                 fields |= adding(self.scratch) | {"scratch_lkey": SCRATCH_LKEY + _KEYS_APART * rail}
             rails.append(verbs_options(device.qp, send_depth=send_depth, cq_depth=cq_depth, **fields))
-        options = rails[0] if len(rails) == 1 else RailsOptions.of(rails, speeds, home, cut)
+        options = (
+            rails[0]
+            if len(rails) == 1
+            else RailsOptions.of(rails, speeds, home=home, cut=cut, **self._make_mail(len(rails)))
+        )
         self.connection = service.connect("verbs", options, peer=rank)
         keys = [sum(key + _KEYS_APART * rail << 32 * rail for rail in range(len(rails))) for key in (LKEY, RKEY)]
         self.source_id = service.add_memory(source.ctypes.data, source.nbytes, keys[0])
@@ -210,6 +214,18 @@ class FakePeer(OwnTriggers):
         self.channels = [service.reserve_channel(self.connection) for _ in range(channels)]
         for i, channel in enumerate(self.channels):
             service.set_channel(channel, self.connection, self.words[i:].ctypes.data)
+
+    def _make_mail(self, rails: int) -> dict[str, int]:
+        """Makes the memory in which two ends of a connection report failed rails. Returns options that name it."""
+        nbytes = ffi.sizeof("ProxycclRailsMail")
+        self.mail, self.peer_mail = (np.zeros(nbytes // 8, np.uint64) for _ in range(2))
+        keys = []
+        for key, array in ((MAIL_LKEY, self.mail), (MAIL_RKEY, self.peer_mail)):
+            for rail, device in enumerate(self.devices):
+                device.register(key + _KEYS_APART * rail, array)
+            keys.append(sum(key + _KEYS_APART * rail << 32 * rail for rail in range(rails)))
+        own, peer = self.mail.ctypes.data, self.peer_mail.ctypes.data
+        return {"mail": own, "mail_keys": keys[0], "peer_mail": peer, "peer_mail_keys": keys[1]}
 
 
 class Loop:
