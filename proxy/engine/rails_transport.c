@@ -163,6 +163,11 @@ static uint64_t completed(const RailsConnection *self) {
   return next - 1;
 }
 
+/* Returns whether a rail is no longer used. */
+static int is_left(const RailsConnection *self, uint32_t rail) {
+  return self->stage != BOTH_UP && rail == self->failed;
+}
+
 /* Posts operations in order until one must wait. */
 static int issue(ProxycclConnection *base) {
   RailsConnection *self = self_of(base);
@@ -171,6 +176,8 @@ static int issue(ProxycclConnection *base) {
     int status = 0, posted = 0;
     if (operation->kind == FLUSH) {
       posted = flushes_push(&self->queue.flushes, operation, self->made, completed(self));
+      for (uint32_t i = 0; i < RAILS && status == 0; ++i)
+        if (self->rails[i].marked != self->rails[i].last && !is_left(self, i)) status = mark(&self->rails[i]);
     } else if (operation->bytes >= self->cut) {
       status = post_cut(self, operation, &posted);
     } else if (has_room(&self->rails[self->home]) && !waits_for_others(self, self->home, operation)) {
@@ -323,7 +330,7 @@ static int recover(RailsConnection *self, uint32_t *progress) {
 /* Polls the rails that are up, and begins a recovery if one fails here or at the peer. */
 static int poll_rails(RailsConnection *self, uint32_t *progress) {
   for (uint32_t i = 0; i < RAILS; ++i) {
-    if (self->stage != BOTH_UP && i == self->failed) continue;
+    if (is_left(self, i)) continue;
     int status = poll_rail(&self->rails[i], progress);
     if (status != 0) status = begin_recovery(self, i, status, TELLING);
     if (status != 0) return status;
