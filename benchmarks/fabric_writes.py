@@ -129,8 +129,8 @@ def beside(offer: FabricOffer, peers: NetworkPeers) -> Fields:
 
 def main() -> int:
     parser = common_arguments(__doc__ or "")
-    parser.add_argument("--provider", help="libfabric's provider (default PROXYCCL_FABRIC_PROVIDER, or the preferred)")
-    parser.add_argument("--interface", help="libfabric's interface (default PROXYCCL_FABRIC_INTERFACE, or any)")
+    parser.add_argument("--provider", help="libfabric's provider (default PROXYCCL_FABRIC, or the preferred)")
+    parser.add_argument("--interface", help="libfabric's interface (default PROXYCCL_FABRIC, or any)")
     parser.add_argument("--peers", type=Path, help="where iperf3 and fi_pingpong are unpacked, if not installed")
     parsed = parser.parse_args()
     end_if_it_hangs(parsed.seconds)

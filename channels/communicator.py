@@ -108,9 +108,9 @@ class Communicator(CollectiveCalls):
             with some pairs, such as {(0, 1): "verbs"}; the same on all ranks. None for ``PROXYCCL_TRANSPORT``, else
             "copy" within a node, and between nodes "verbs", or "fabric" without RDMA; "staged" or "staged_fabric" if a
             rank's network device can't register its GPU's memory.
-        rdma: the RDMA device and its settings; None for those in ``PROXYCCL_RDMA_*``, else the defaults of
+        rdma: the RDMA device and its settings; None for those in ``PROXYCCL_RDMA``, else the defaults of
             `RdmaOptions`.
-        fabric: libfabric's provider, interface and settings; None for those in ``PROXYCCL_FABRIC_*``, else the defaults
+        fabric: libfabric's provider, interface and settings; None for those in ``PROXYCCL_FABRIC``, else the defaults
             of `FabricOptions`.
         cta_policy: "zero" leaves the multiprocessors to the program, as NCCL_CTA_POLICY_ZERO does: collectives run by
             proxy unless a call names an algorithm or another policy. "efficiency" leaves most multiprocessors to the

@@ -11,6 +11,7 @@ from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, Ru
 from proxyccl.proxy.codec import Codec, Message, Uint32
 from proxyccl.proxy.daemon.client import Proxy, RemoteContext
 from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
+from proxyccl.proxy.placement import place_of
 from proxyccl.proxy.transports.table import TRANSPORTS
 
 
@@ -137,15 +138,12 @@ class RemoteLinks:
         return answers
 
     def _open(self) -> RemoteContext:
-        from proxyccl.proxy.verbs.devices import process_numa_node
-
-        near = self._meeting.runtime.numa_node()
         first = self._control.semaphore_offset(0)
         lower = range(self._exchange.rank)
         self._context = self._proxy().open_remote(
             self._meeting.options.transports,
             range(first, first + self._control.semaphores_bytes),
-            near=process_numa_node() if near is None else near,
+            near=place_of(self._meeting.runtime.pci_address),
             # If several nodes are simulated on one host, they may share network devices.
             local_rank=sum(self._meeting.topology.same_host(rank) for rank in lower),
             core_share=self._core_share,

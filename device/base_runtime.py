@@ -401,6 +401,11 @@ class BaseRuntime(Protocol):
         """
         return
 
+    @property
+    def pci_address(self) -> str | None:
+        """The device's PCI address in the form of sysfs; None for a device without one."""
+        return None
+
     def numa_node(self) -> int | None:
         """The NUMA node nearest to the device; None if unknown."""
         return None

@@ -15,34 +15,14 @@ VARIABLES = (
     "PROXYCCL_CXXFLAGS",
     "PROXYCCL_DAEMON_SOCKET",
     "PROXYCCL_DEEP_EP_OUTPUTS",
-    "PROXYCCL_FABRIC_DEPTH",
-    "PROXYCCL_FABRIC_GPU_WRITES",
-    "PROXYCCL_FABRIC_INTERFACE",
-    "PROXYCCL_FABRIC_PROVIDER",
-    "PROXYCCL_FABRIC_SIGNAL",
-    "PROXYCCL_FABRIC_STAGING_BYTES",
-    "PROXYCCL_FABRIC_STAGING_CHUNK",
-    "PROXYCCL_FABRIC_STREAMS",
+    "PROXYCCL_FABRIC",
     "PROXYCCL_HOSTS",
     "PROXYCCL_INVARIANT",
     "PROXYCCL_LEND_BYTES",
     "PROXYCCL_LIBFABRIC",
     "PROXYCCL_LOCAL_WORLD_SIZE",
     "PROXYCCL_PROXY",
-    "PROXYCCL_RDMA_DEVICE",
-    "PROXYCCL_RDMA_GID_INDEX",
-    "PROXYCCL_RDMA_GPU_WRITES",
-    "PROXYCCL_RDMA_MTU",
-    "PROXYCCL_RDMA_PORT",
-    "PROXYCCL_RDMA_RETRY_COUNT",
-    "PROXYCCL_RDMA_RNR_RETRY_COUNT",
-    "PROXYCCL_RDMA_SEND_DEPTH",
-    "PROXYCCL_RDMA_SERVICE_LEVEL",
-    "PROXYCCL_RDMA_SIGNAL",
-    "PROXYCCL_RDMA_STAGING_BYTES",
-    "PROXYCCL_RDMA_STAGING_CHUNK",
-    "PROXYCCL_RDMA_TIMEOUT",
-    "PROXYCCL_RDMA_TRAFFIC_CLASS",
+    "PROXYCCL_RDMA",
     "PROXYCCL_REPORTS",
     "PROXYCCL_REPORT_DIR",
     "PROXYCCL_RUNTIME",
@@ -54,6 +34,16 @@ VARIABLES = (
     "PROXYCCL_TRANSPORT",
 )
 """The variables that users set."""
+OLD_VARIABLES = tuple(
+    f"PROXYCCL_{prefix}_{option.upper()}"
+    for prefix, options in {
+        "RDMA": "device port gid_index mtu service_level traffic_class timeout retry_count rnr_retry_count send_depth "
+        "signal gpu_writes staging_bytes staging_chunk",
+        "FABRIC": "provider interface depth signal gpu_writes staging_bytes staging_chunk streams",
+    }.items()
+    for option in options.split()
+)
+"""Older variables, each for one option that users now set in `PROXYCCL_RDMA` or `PROXYCCL_FABRIC`."""
 OF_TESTS = (
     "PROXYCCL_FAULTS_CASE",
     "PROXYCCL_MODELS_DEPTH",
@@ -74,7 +64,7 @@ def set_variables() -> dict[str, str]:
 
 def problem_with(name: str) -> str:
     """Returns "" for a known variable; for an unknown one, a message that suggests the nearest known name."""
-    if name in VARIABLES or name in OF_TESTS:
+    if name in (*VARIABLES, *OLD_VARIABLES, *OF_TESTS):
         return ""
     from difflib import get_close_matches  # imported in this function, because misspelt names are rare
 

@@ -98,7 +98,7 @@ class ProxyFailure(Message, frozen=True):
 
 
 class EndpointWire(Message, frozen=True):
-    """A link of a staged connection in addition to the connection's first link.
+    """A link of a connection in addition to the connection's first link.
 
     Attributes:
         endpoint, rkey, area: see `EndpointInfo`.
@@ -118,7 +118,8 @@ class EndpointInfo(Message, frozen=True):
         rkey: remote key of the control segment or, if data is staged, of the staging area.
         area: address of the staging area in requests of the peer's device.
         ring_bytes: bytes of each ring in the staging area; 0 if data is not staged.
-        more: the rank's additional links; the connection uses as many links as both ranks offer.
+        more: the rank's additional links, over other adapters or for staged data; the connection uses as many links as
+            both ranks offer.
     """
 
     endpoint: bytes
@@ -149,6 +150,6 @@ class ExposedMemory(Message, frozen=True):
     transport: str
     address: Uint64
     key: Uint64
-    local_key: Uint32
+    local_key: Uint64
     copied: bool
     owner: Any

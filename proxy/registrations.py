@@ -35,8 +35,8 @@ class Registration:
         nbytes: the range's size.
         address: the address of the range's first byte in peers' requests. This address equals `ptr` unless the memory
             is a DMA-BUF or the provider takes offsets instead of addresses.
-        key: key for peers' requests.
-        local_key: key for this rank's own requests; 0 if libfabric's provider needs no key.
+        key: key for peers' requests; memory that is registered with two adapters has the keys of both (`rail_key`).
+        local_key: key for this rank's own requests, likewise; 0 if libfabric's provider needs no key.
         allocation: identifies the range's allocation among all others; None if the range stays registered only while in
             use.
         how: for RDMA, how the memory is registered: "host", "peer memory" (the device takes the GPU's address itself)
@@ -52,6 +52,11 @@ class Registration:
     allocation: Hashable = None
     how: str = ""
     region: Any = field(default=None, compare=False, repr=False)
+
+
+def rail_key(keys: int, rail: int) -> int:
+    """Returns a rail's key of 32 bits from the keys of all rails (rails_transport.h)."""
+    return keys >> 32 * rail & 0xFFFFFFFF
 
 
 class RegistrationCache:
@@ -130,12 +135,12 @@ class RegistrationCache:
 
 def require_ordered(runtime: Runtime, gpu_writes: str, variable: str) -> None:
     """Raises RuntimeUnavailableError unless the GPU's driver or `gpu_writes` promises the order of RDMA writes.
-    `variable` is the environment variable of `gpu_writes`.
+    `variable` is the environment variable that can set `gpu_writes`.
     """
     if gpu_writes == "auto" and not runtime.orders_rdma_writes:
         raise RuntimeUnavailableError(
             f"{runtime.device_name} does not say that it orders RDMA writes to its memory before a signal in host "
-            f"memory, so kernels could read old data; {variable}=ordered promises that the platform does"
+            f"memory, so kernels could read old data; {variable}=gpu_writes=ordered promises that the platform does"
         )
 
 

@@ -5,18 +5,24 @@ opened.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from msgspec import Struct, field
 
 from proxyccl.device.arguments.integers import as_integer, find_integer
+from proxyccl.device.environment import OLD_VARIABLES
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy._engine import lib
+from proxyccl.proxy.placement import Near
 
 MTUS = (256, 512, 1024, 2048, 4096)
 """The valid path MTUs, in bytes."""
+
+RAILS: int = lib.PROXYCCL_RAILS
+"""The number of RDMA devices of a rank that has several."""
 
 MOST_WIRES: int = lib.PROXYCCL_STAGED_WIRES
 """The highest number of links (wires) of a staged connection."""
@@ -39,12 +45,12 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class _FromEnvironment:
-    """Base class of sets of options, which are checked, and which environment variables can set. A field that is in
+    """Base class of sets of options, which are checked, and which an environment variable can set. A field that is in
     neither `_RANGES` nor `_choices` must be a non-empty text.
     """
 
     _owner: ClassVar[str]
-    _prefix: ClassVar[str]
+    _variable: ClassVar[str]
     _name: ClassVar[str]  # a description of valid texts, for errors
     _choices: ClassVar[dict[str, tuple[object, ...]]]
 
@@ -56,6 +62,11 @@ class _FromEnvironment:
 
     @classmethod
     def _checked(cls, option: str, shown: str, value: object) -> object:
+        if option == "devices":
+            names = tuple(value.split(",") if isinstance(value, str) else value) if isinstance(value, Iterable) else ()
+            if len(set(names)) != RAILS or not all(isinstance(name, str) and name for name in names):
+                raise ArgumentError(shown, f"must be the names of {RAILS} RDMA devices, not {value!r}")
+            return names
         if option in _RANGES:
             lowest, highest = _RANGES[option][0], _RANGES[option][-1]
             return as_integer(value, shown, f"must be a whole number from {lowest} to {highest}", lowest, highest)
@@ -70,25 +81,47 @@ class _FromEnvironment:
 
     @classmethod
     def from_environment(cls, **arguments: Any) -> Self:
-        """Reads options from environment variables; a variable's name is a prefix and the option's name in capitals,
-        such as ``PROXYCCL_RDMA_PORT``. Arguments that are not None take precedence.
+        """Reads options from the environment variable ``PROXYCCL_RDMA`` or ``PROXYCCL_FABRIC``, which lists options and
+        values, such as ``device=mlx5_0,mtu=4096``. A part without "=" continues the value before it, as in
+        ``interface=eth0,eth1``. An option that the variable does not list may be in an older variable of its own, such
+        as ``PROXYCCL_RDMA_PORT``. Arguments that are not None take precedence.
 
         Raises:
-            ArgumentError: a variable or an argument is out of range, and the error names it; or an argument is not the
-                name of an option.
+            ArgumentError: a variable or an argument is out of range, and the error names it; or an argument, or a name
+                in the variable, is not the name of an option.
         """
         named = {name: value for name, value in arguments.items() if value is not None}
         known = [each.name for each in fields(cls)]
         for name in named:
             if name not in known:
                 raise ArgumentError(name, f"unknown option of {cls._owner}; expected one of {', '.join(known)}")
+        listed = cls._listed(known)
         for name in known:
-            variable = cls._prefix + name.upper()
-            text = os.environ.get(variable)
-            if text and name not in named:
+            older = f"{cls._variable}_{name.upper()}"
+            shown, text = f"{cls._variable}: {name}", listed.get(name)
+            if text is None and older in OLD_VARIABLES:
+                shown, text = older, os.environ.get(older) or None
+            if text is not None and name not in named:
                 is_number = (name in _RANGES or name == "mtu") and text.isascii() and text.isdigit()
-                named[name] = cls._checked(name, variable, int(text) if is_number else text)
+                named[name] = cls._checked(name, shown, int(text) if is_number else text)
         return cls(**named)
+
+    @classmethod
+    def _listed(cls, known: list[str]) -> dict[str, str]:
+        """Returns the texts of the options that the variable lists."""
+        listed: dict[str, str] = {}
+        name = ""
+        variable = os.environ.get(cls._variable)
+        for part in variable.split(",") if variable else ():
+            option, equals, text = (piece.strip() for piece in part.partition("="))
+            if name and not equals:
+                listed[name] += f",{option}"
+            elif option in known and option not in listed:
+                name, listed[option] = option, text
+            else:
+                reason = "is listed twice" if option in listed else f"is unknown; expected one of {', '.join(known)}"
+                raise ArgumentError(cls._variable, f"must be a list of OPTION=VALUE; {option!r} {reason}")
+        return listed
 
 
 @dataclass(frozen=True)
@@ -98,6 +131,9 @@ class RdmaOptions(_FromEnvironment):
 
     Attributes:
         device: name of the RDMA device, such as "mlx5_0"; None for the nearest (`choose_device`).
+        devices: names of two RDMA devices (rails) of the rank; None for one device. Long puts and gets are divided
+            between the rails by the rates of the devices' ports. The first devices of two ranks are connected with each
+            other, and the second devices, so the order of the names matters.
         port: number of the device's port; None for the nearest active port.
         gid_index: index of the port's GID to use; None to choose a GID of RoCE v2 with an IPv4 address if there is one.
         mtu: largest path MTU in bytes, one of 256, 512, 1024, 2048, 4096; None for the port's MTU. A connection uses
@@ -126,6 +162,7 @@ class RdmaOptions(_FromEnvironment):
     """
 
     device: str | None = None
+    devices: tuple[str, ...] | None = None
     port: int | None = None
     gid_index: int | None = None
     mtu: int | None = None
@@ -140,12 +177,18 @@ class RdmaOptions(_FromEnvironment):
     staging_bytes: int = 2 << 20
     staging_chunk: int = 256 << 10
 
-    _owner, _prefix, _name = "RDMA", "PROXYCCL_RDMA_", "the name of an RDMA device"
+    _owner, _name = "RDMA", "the name of an RDMA device"
+    _variable = "PROXYCCL_RDMA"
     _choices = {  # noqa: RUF012  the base class declares a ClassVar
         "mtu": MTUS,
         "signal": ("auto", "write", "fetch_add"),
         "gpu_writes": ("auto", "ordered"),
     }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.device is not None and self.devices is not None:
+            raise ArgumentError("devices", f"must be None where device names one, {self.device!r}")
 
 
 @dataclass(frozen=True)
@@ -189,7 +232,8 @@ class FabricOptions(_FromEnvironment):
     staging_chunk: int = 512 << 10
     streams: int | None = None
 
-    _owner, _prefix, _name = "the fabric", "PROXYCCL_FABRIC_", "a name"
+    _owner, _name = "the fabric", "a name"
+    _variable = "PROXYCCL_FABRIC"
     _choices = {  # noqa: RUF012  the base class declares a ClassVar
         "signal": ("auto", "ordered", "delivered"),
         "gpu_writes": ("auto", "ordered"),
@@ -215,7 +259,7 @@ class RemoteSetup(Struct, frozen=True):
         runtime: the runtime whose device memory peers access.
         segment: the rank's control segment.
         signals: byte range, in the control segment, of the words that peers' proxies may signal.
-        near: the NUMA node that the device should be near; None if all nodes are equally near.
+        near: the place that the device should be near (`placement.Near`).
         local_rank: the rank's number on its host.
         core_share: cores that the rank's threads may keep busy.
     """
@@ -223,6 +267,6 @@ class RemoteSetup(Struct, frozen=True):
     runtime: Runtime
     segment: PinnedMemory
     signals: range
-    near: int | None
+    near: Near
     local_rank: int
     core_share: int

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from proxyccl.proxy.interface import Connection, HandleProvider, Handler, ProxyF
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description, Publication
 from proxyccl.proxy.observe.segment import ObservedSegment
+from proxyccl.proxy.placement import Near
 from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
 from proxyccl.proxy.ring import Fifo, Ring
 from proxyccl.proxy.schedule import Schedule, ScheduleWait
@@ -133,6 +135,7 @@ class ProxyService(ProxyWords):
             semaphores = None if semaphores_offset is None else shared.host_ptr + semaphores_offset
             self._schedules = ScheduleTable(self._service, self.words, semaphores)
             self._turns, self._turns_missed = TurnWatch(self.words.schedule_words, threads), False
+            self._warned_rails: set[int] = set()  # numbers of connections
             self._channels = ChannelTable(
                 self._service,
                 self.words,
@@ -282,7 +285,7 @@ class ProxyService(ProxyWords):
         options: TransportOptions,
         signals: range,
         *,
-        near: int | None,
+        near: Near,
         local_rank: int,
         core_share: int,
     ) -> ServiceRemote:
@@ -292,7 +295,7 @@ class ProxyService(ProxyWords):
         Args:
             options: the network device to use, and the device's settings.
             signals: byte range, in the control segment, of the words that peers' proxies may signal.
-            near: the NUMA node that the device should be near; None if all nodes are equally near.
+            near: the place that the device should be near (`placement.Near`).
             local_rank: the rank's number on its host.
             core_share: cores that the rank's threads may keep busy.
 
@@ -395,6 +398,7 @@ class ProxyService(ProxyWords):
         Args:
             timeout: the longest wait, in seconds. One thread calls this method every few milliseconds.
         """
+        self._warn_of_failed_rails()
         if self._turns.look_for_streams() <= timeout or self._turns_missed:
             return
         self._turns_missed = True
@@ -405,6 +409,20 @@ class ProxyService(ProxyWords):
             what = f"it has run for {time.monotonic() - began[slowest]:.1f} s"
         reason = f"{what}, and a stream has waited for {timeout:g} s"
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, slowest, None, errno.ETIMEDOUT, reason))
+
+    def _warn_of_failed_rails(self) -> None:
+        """Issues one warning for each connection that goes on without one of its adapters."""
+        for connection, made in zip(self._connections, self.engine_connections, strict=False):
+            if not made.rails or connection.number in self._warned_rails:
+                continue
+            status = ffi.new("int *")
+            with self._lock:
+                rail = -1 if self._freed else lib.proxyccl_rails_failed(made.pointer, status)
+            if rail >= 0:
+                self._warned_rails.add(connection.number)
+                reason = find_transport(connection.transport).status_text(status[0])
+                text = f"the adapter {made.rails[rail]} no longer reaches rank {connection.peer} ({reason})"
+                warnings.warn(f"{text}; all data goes by {made.rails[1 - rail]}", RuntimeWarning, stacklevel=2)
 
     def stopped(self) -> str:
         """Returns an explanation if a signal has stopped the proxy's process, else "". A `ProxyService` returns "",

@@ -14,6 +14,7 @@ import platform
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -22,6 +23,7 @@ from proxyccl.channels.collectives import tuned
 from proxyccl.channels.joining.proxy_place import Where, default_place, requested_place
 from proxyccl.channels.transfers.published import find_agents
 from proxyccl.device.build.compile_cache import cache_dir
+from proxyccl.device.driver import Driver
 from proxyccl.device.environment import problem_with, set_variables
 from proxyccl.device.errors import (
     ArgumentError,
@@ -43,12 +45,12 @@ from proxyccl.proxy._engine import lib
 from proxyccl.proxy.fabric import library, requirements
 from proxyccl.proxy.fabric.library import choose_offer
 from proxyccl.proxy.observe.rates import Watch
+from proxyccl.proxy.placement import KINDS, SYSFS, Near, numa_nodes, place_of
 from proxyccl.proxy.processes import process_name
 from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions
 from proxyccl.proxy.thread import IdlePolicy, choose_idle
 from proxyccl.proxy.verbs import pyverbs_api
-from proxyccl.proxy.verbs.devices import choose_device, rdma_devices
-from proxyccl.proxy.verbs.pyverbs_api import SYSFS
+from proxyccl.proxy.verbs.devices import choose_device, placed_ports, rdma_devices
 from proxyccl.proxy.verbs.requirements import missing
 from proxyccl.tools.results import Fields, machine, own_version, versions
 from proxyccl.tools.top import share_of_a_core
@@ -153,16 +155,18 @@ def _missing_runtime(name: str, error: RuntimeUnavailableError) -> Finding:
     return Finding("Runtimes", name, False, f"{reason}; {', '.join(pieces)}", advice)
 
 
+def _drivers() -> Iterator[tuple[str, Driver, int]]:
+    """Yields the name, the driver and the number of devices of each vendor's runtime that has devices."""
+    for name, vendor in _VENDORS.items():
+        if vendor.is_here():
+            with contextlib.suppress(RuntimeUnavailableError):
+                driver = open_driver(name)
+                yield name, driver, driver.device_count()
+
+
 def _devices() -> list[Finding]:
     findings = [Finding("Devices", "host:0", True, "peers: all ranks, as device memory is shared memory")]
-    for name, vendor in _VENDORS.items():
-        if not vendor.is_here():
-            continue
-        try:
-            driver = open_driver(name)
-            count = driver.device_count()
-        except RuntimeUnavailableError:
-            continue
+    for name, driver, count in _drivers():
         for device in range(count):
             peers = [str(peer) for peer in range(count) if peer != device and driver.can_access_peer(device, peer)]
             info = driver.device(device)
@@ -196,6 +200,31 @@ def _rdma(root: Path = SYSFS) -> list[Finding]:
     return findings
 
 
+def _placement(places: dict[str, Near], root: Path = SYSFS) -> list[Finding]:
+    """Returns, for each place, the usable adapters by nearness; the first adapter is the default of the place's first
+    rank.
+    """
+    devices, findings = rdma_devices(root), []
+    for name, near in places.items():
+        groups: dict[str, list[str]] = {}
+        for nearness, device, port in placed_ports(devices, near, root):
+            groups.setdefault(KINDS[nearness.kind], []).append(f"{device.name} port {port.number} {port.rate:g} Gbit/s")
+        if groups:
+            detail = "; ".join(f"{kind}: {', '.join(ports)}" for kind, ports in groups.items())
+            findings.append(Finding("Placement", name, True, detail))
+    return findings
+
+
+def _places(root: Path = SYSFS) -> dict[str, Near]:
+    """Returns the places of ranks: this machine's GPUs by name, or its NUMA nodes if it has no GPU."""
+    gpus: dict[str, Near] = {
+        f"{name}:{i}": place_of(driver.device(i).pci_address, root)
+        for name, driver, count in _drivers()
+        for i in range(count)
+    }
+    return gpus or {f"NUMA node {node}": node for node in numa_nodes(root)}
+
+
 def _device_memory() -> Finding:
     from proxyccl.proxy.verbs.endpoint import VerbsDevice  # imported here, because few machines have an RDMA device
     from proxyccl.proxy.verbs.registrations import Registrations
@@ -203,7 +232,7 @@ def _device_memory() -> Finding:
     try:
         options = RdmaOptions.from_environment()
         runtime = open_runtime(None)
-        choice = choose_device(rdma_devices(), options, runtime.numa_node())
+        choice = choose_device(rdma_devices(), options, place_of(runtime.pci_address))
         with VerbsDevice.open(choice, options) as device:
             refused = Registrations(device).unsupported_reason(runtime, options.gpu_writes)
     except ProxyCCLError as error:
@@ -380,7 +409,7 @@ def findings() -> list[Finding]:
         watch.rates()
     mpi = _mpi()  # MPI before libfabric, because MPI may need a newer libfabric
     kernels = (*_shipped(), *_compiler(), *_cache())
-    before = [*_runtimes(), *_devices(), *_rdma(), *_fabric()]
+    before = [*_runtimes(), *_devices(), *_rdma(), *_placement(_places()), *_fabric()]
     after = [*mpi, *kernels, *_tuning(), *_environment()]
     return [*before, *_proxies(watch), *_agents(), *_containers(), *after]
 

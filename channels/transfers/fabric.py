@@ -216,7 +216,7 @@ class AgentFabric:
 
 
 def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:
-    """Opens an endpoint with the options of ``PROXYCCL_FABRIC_…``. If `asked` is false, opens an endpoint only by a
+    """Opens an endpoint with the options of ``PROXYCCL_FABRIC``. If `asked` is false, opens an endpoint only by a
     libfabric provider for RDMA adapters of this machine. Returns the endpoint and "", or None and the reason why
     libfabric can't use the adapters, or None and "" if there are no adapters.
 

@@ -157,6 +157,10 @@ class GpuRuntime(GpuMemoryRuntime):
             for each in (stream, event, memory):
                 each.close()
 
+    @property
+    def pci_address(self) -> str | None:
+        return self.info.pci_address
+
     def numa_node(self) -> int | None:
         """Returns the device's NUMA node according to sysfs, or None."""
         path = Path("/sys/bus/pci/devices") / self.info.pci_address / "numa_node"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, TypeVar
 
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from proxyccl.device.errors import ArgumentError, ProtocolError
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy.codec import Message, Uint32, Uint64
+from proxyccl.proxy.codec import Message, Uint64
 from proxyccl.proxy.daemon.protocol import CONTROL_BYTES, method
 from proxyccl.proxy.daemon.session_memories import REST_SECONDS, SessionMemories
 from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, ProxyFailure
@@ -32,6 +32,7 @@ from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES
 from proxyccl.proxy.workers import MAX_RINGS
 
 _SEMAPHORE_BYTES = 8
+_PCI_ADDRESS = "^[0-9a-f]+:[0-9a-f]{2}:[0-9a-f]{2}[.][0-7]$"
 _SEMAPHORES_BYTES = _SEMAPHORE_BYTES * MAX_CHANNELS
 
 Rank = Annotated[int, Meta(ge=0, le=2**31)]
@@ -147,7 +148,7 @@ class SessionService:
     # -- memories ---
 
     @method()
-    def add_memory(self, handle: bytes, nbytes: Nbytes, key: Uint32) -> MemoryId:
+    def add_memory(self, handle: bytes, nbytes: Nbytes, key: Uint64) -> MemoryId:
         """Maps memory by its handle, and registers the memory for copies. Returns the first of the memory's ids."""
         if nbytes == 0:
             return self._register(0, lambda: self.proxy.add_memory(0, 0, key))
@@ -290,10 +291,10 @@ class SessionService:
     @method()
     def open_remote(
         self,
-        rdma: dict[str, str | int | None],
+        rdma: dict[str, str | int | list[str] | None],
         fabric: dict[str, str | int | None],
         signals: tuple[SegmentOffset, SegmentOffset],
-        near: Annotated[int, Meta(ge=0, le=2**16)] | None,
+        near: Annotated[int, Meta(ge=0, le=2**16)] | Annotated[str, Meta(pattern=_PCI_ADDRESS)] | None,
         local_rank: Rank,
         core_share: Annotated[int, Meta(ge=1, le=2**16)],
     ) -> None:
@@ -376,7 +377,7 @@ class SessionService:
             steps.callback(self.memories.unmap_retired)
 
 
-def _from_fields(kind: type[T], given: dict[str, str | int | None]) -> T:
+def _from_fields(kind: type[T], given: Mapping[str, object]) -> T:
     expected = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     if given.keys() != set(expected):
         raise ProtocolError(f"{kind.__name__} has the fields {', '.join(given)}; expected {', '.join(expected)}")

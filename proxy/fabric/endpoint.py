@@ -183,7 +183,7 @@ class FabricEndpoint(RegistrationCache):
         number = None if runtime.name == "host" else runtime.pointer_device(ptr)
         if number is None:
             return self.register(ptr, nbytes, allocation=allocation)
-        require_ordered(runtime, gpu_writes, "PROXYCCL_FABRIC_GPU_WRITES")
+        require_ordered(runtime, gpu_writes, "PROXYCCL_FABRIC")
         with runtime.current():
             return self.register(ptr, nbytes, device=(runtime.name, number), allocation=allocation)
 
@@ -274,7 +274,7 @@ class FabricContext(RemoteDevice):
         self.options = options
         self.staged_peers = 0
         offers = fabric_offers(device_memory=setup.runtime.name != "host")
-        self.endpoint = FabricEndpoint(choose_offer(offers, options, local_rank=setup.local_rank), options)
+        self.endpoint = FabricEndpoint(choose_offer(offers, options, setup.near, local_rank=setup.local_rank), options)
         self.registrations = self.endpoint
         with contextlib.ExitStack() as undo:
             undo.callback(self.endpoint.close)

@@ -9,16 +9,19 @@ import ctypes
 import functools
 import ipaddress
 import itertools
+import os
 import platform
 import signal
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.requirements import INSTALL, library_name
+from proxyccl.proxy.placement import SYSFS, Near, NearnessTo, numa_node_of, pci_path
 from proxyccl.proxy.remote_options import FabricOptions
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -264,12 +267,20 @@ def _ip_address(address_format: int, raw: bytes) -> ipaddress.IPv4Address | ipad
     return None
 
 
-def choose_offer(offers: list[FabricOffer], options: FabricOptions, *, local_rank: int = 0) -> FabricOffer:
+def choose_offer(
+    offers: list[FabricOffer],
+    options: FabricOptions,
+    near: Near = None,
+    *,
+    local_rank: int = 0,
+    root: Path = SYSFS,
+) -> FabricOffer:
     """Returns the offer to use: an offer of the first provider, in libfabric's order, that reaches other hosts.
 
     Skips interfaces with loopback or link-local addresses, and prefers IPv4 to IPv6. If the provider's interfaces have
-    no IP addresses, `local_rank` distributes the ranks of a host over the interfaces. Interfaces with IP addresses may
-    belong to separate networks, so all ranks use the first such interface.
+    no IP addresses, chooses among the interfaces that are nearest to the rank's place `near`, over which `local_rank`
+    distributes the ranks of a host. Interfaces with IP addresses may belong to separate networks, so all ranks use the
+    first such interface. Distances are read from sysfs, which is mounted at `root`.
 
     Raises:
         ArgumentError: no provider or interface matches the options; the message names the option.
@@ -299,8 +310,20 @@ def choose_offer(offers: list[FabricOffer], options: FabricOptions, *, local_ran
     if not usable:
         raise RuntimeUnavailableError(f"no provider of libfabric reaches other hosts; there is {_listed(offers)}")
     best = min(usable, key=_remoteness)
-    equals = [offer for offer in usable if offer.provider == best.provider and offer.address is None]
-    return equals[local_rank % len(equals)] if best.address is None else best
+    if best.address is not None:
+        return best
+    nearness, devices = NearnessTo(near, root), root / "class/infiniband"
+    names = os.listdir(devices) if devices.is_dir() else []
+    of_offers = []
+    for offer in usable:
+        if offer.provider == best.provider and offer.address is None:
+            # A domain is named for its device, such as "rdmap79s0-rdm" for the device "rdmap79s0".
+            name = max((name for name in names if offer.domain.startswith(name)), key=len, default="")
+            device = devices / name / "device"
+            of_offers.append((nearness(pci_path(device), numa_node_of(device)), offer))
+    nearest = min(how_near for how_near, _ in of_offers)
+    equals = [offer for how_near, offer in of_offers if how_near == nearest]
+    return equals[local_rank % len(equals)]
 
 
 def _is_confined(offer: FabricOffer) -> bool:

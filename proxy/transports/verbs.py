@@ -7,21 +7,37 @@ writes between pinned memory of the two hosts, with a copy at each end, for memo
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
+from proxyccl.device.ffi_types import fill
 from proxyccl.proxy import _engine
-from proxyccl.proxy.interface import EndpointInfo
+from proxyccl.proxy.interface import EndpointInfo, EndpointWire
+from proxyccl.proxy.registrations import Registration, rail_key
 from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
 from proxyccl.proxy.transports.staged_connection import STATUSES, StagedEndpoint, Wire, staged_over
-from proxyccl.proxy.transports.transport import EngineConnection, RemoteFunctions, Transport, create, require_unstaged
+from proxyccl.proxy.transports.transport import (
+    EngineConnection,
+    EngineRuntime,
+    RemoteFunctions,
+    Transport,
+    create,
+    require_unstaged,
+)
 from proxyccl.proxy.verbs.requirements import missing
 
 if TYPE_CHECKING:  # imported at run time only when the device is opened
+    from proxyccl.proxy.verbs.endpoint import VerbsDevice
     from proxyccl.proxy.verbs.registrations import VerbsContext
 
-lib = _engine.lib
+ffi, lib = _engine.ffi, _engine.lib
+_MAIL_BYTES = ffi.sizeof("ProxycclRailsMail")
+_CUT = 128 << 10
+"""Puts and gets of at least this many bytes are divided between two rails."""
 
 _COMPLETIONS = (
     ("IBV_WC_SUCCESS", "no error"),
@@ -70,20 +86,78 @@ def _status_text(status: int) -> str:
     return f"{name}, {meaning}"
 
 
+class RailsOptions(Struct, frozen=True):
+    """The options of a connection over several rails.
+
+    Attributes:
+        native: a ProxycclRailsOptions.
+        rails: the ProxycclVerbsOptions of each rail.
+        names: the names of the rails' adapters.
+    """
+
+    native: Any
+    rails: tuple[Any, ...]
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, rails: Sequence[Any], speeds: Sequence[int], names: Sequence[str] = (), **fields: int) -> RailsOptions:
+        """Makes options; `fields` are other fields of ProxycclRailsOptions."""
+        native = fill(ffi.new("ProxycclRailsOptions *"), **{"cut": _CUT, **fields})
+        for i, (options, speed) in enumerate(zip(rails, speeds, strict=True)):
+            native.options[i], native.speeds[i] = options, speed
+        return cls(native, tuple(rails), tuple(names))
+
+
+def _connect(engine: EngineRuntime, options: Any) -> EngineConnection:
+    if isinstance(options, RailsOptions):
+        pointer = create(engine, "rails", options.native, *options.rails, needs=NEEDS)
+        return EngineConnection(pointer, rails=options.names)
+    return EngineConnection(create(engine, "verbs", options, needs=NEEDS))
+
+
 class _Endpoint:
+    """One queue pair for each of the rank's adapters, and the memory in which the peer reports a failed adapter."""
+
     def __init__(self, device: VerbsContext) -> None:
-        segment = device.setup.segment
+        self._device, segment = device, device.setup.segment
         registration = device.registrations.register(segment.host_ptr, segment.nbytes)
-        self._endpoint = device.device.endpoint()
-        self.info = EndpointInfo(self._endpoint.address, segment.host_ptr, registration.key)
+        self._mail: Registration | None = None
+        with contextlib.ExitStack() as undo:
+            self._rails = []
+            for each in device.devices:
+                self._rails.append(each.endpoint())
+                undo.callback(self._rails[-1].close)
+            if len(self._rails) > 1 and all(rail.signal == "write" for rail in self._rails) and device.reads:
+                mail = device.setup.runtime.allocate_pinned(_MAIL_BYTES)
+                undo.callback(mail.close)
+                self._mail = device.registrations.register(mail.host_ptr, mail.nbytes)
+                undo.callback(device.registrations.release, self._mail)
+            self._close = undo.pop_all().close
+        first, *more = [rail.address for rail in self._rails]
+        key, address = (self._mail.key, self._mail.address) if self._mail is not None else (0, 0)
+        self.info = EndpointInfo(
+            first, segment.host_ptr, registration.key, more=tuple(EndpointWire(each, key, address) for each in more)
+        )
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
+        """Implements `TransportEndpoint.connect`. The two ranks use as many rails as both have."""
         require_unstaged(theirs)
-        self._endpoint.connect(theirs.endpoint, timeout, given_up)
-        return self._endpoint.engine_options(theirs.rkey)
+        rails = []
+        ends = theirs.wires()
+        for number, (rail, end) in enumerate(zip(self._rails, ends, strict=False)):
+            rail.connect(end.endpoint, timeout, given_up)
+            rails.append(rail.engine_options(rail_key(theirs.rkey, number)))
+        if len(rails) == 1:
+            return rails[0]
+        fields = {"home": self._device.next_home()}
+        if self._mail is not None and ends[1].area:
+            fields |= {"mail": self._mail.address, "mail_keys": self._mail.local_key}
+            fields |= {"peer_mail": ends[1].area, "peer_mail_keys": ends[1].rkey}
+        devices = self._device.devices
+        return RailsOptions.of(rails, [each.speed for each in devices], [each.name for each in devices], **fields)
 
     def close(self) -> None:
-        self._endpoint.close()
+        self._close()
 
 
 def _open(setup: RemoteSetup, options: TransportOptions) -> VerbsContext:
@@ -94,7 +168,7 @@ def _open(setup: RemoteSetup, options: TransportOptions) -> VerbsContext:
 
 TRANSPORT = Transport(
     name="verbs",
-    connect=lambda engine, options: EngineConnection(create(engine, "verbs", options, needs=NEEDS)),
+    connect=_connect,
     status_text=_status_text,
     statuses=range(lib.PROXYCCL_VERBS_COMPLETION, 2 * lib.PROXYCCL_VERBS_COMPLETION),
     remote=RemoteFunctions(
@@ -107,8 +181,8 @@ TRANSPORT = Transport(
 )
 
 
-def _make_wire(device: VerbsContext) -> Wire:
-    endpoint = device.device.endpoint()
+def _make_wire(device: VerbsDevice) -> Wire:
+    endpoint = device.endpoint()
 
     def connect(theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
         endpoint.connect(theirs.endpoint, timeout, given_up)
@@ -120,8 +194,8 @@ def _make_wire(device: VerbsContext) -> Wire:
 def _make_staged_endpoint(device: VerbsContext) -> StagedEndpoint:
     return StagedEndpoint(
         device,
-        [device.registrations],
-        lambda: [_make_wire(device)],
+        device.registrations_by_rail,
+        lambda: [_make_wire(each) for each in device.devices],
         ring_bytes=device.options.staging_bytes,
         chunk_bytes=device.options.staging_chunk,
         credits_tell=False,

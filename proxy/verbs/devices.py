@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
-from proxyccl.proxy.processes import parse_cores
+from proxyccl.proxy.placement import SYSFS, Near, Nearness, NearnessTo, numa_node_of, pci_path, read
 from proxyccl.proxy.remote_options import MTUS, RdmaOptions
-from proxyccl.proxy.verbs.pyverbs_api import DEVICES, SYSFS, Pyverbs, load
+from proxyccl.proxy.verbs.address import LINK_LAYERS
+from proxyccl.proxy.verbs.pyverbs_api import DEVICES, Pyverbs, load
 
 _UsedGids = dict[int, list[tuple[int, str]]]  # for each port, the index and the text of each GID that is not empty
 
@@ -99,6 +100,8 @@ class RdmaDevice:
         max_registrations: most memory registrations on the device (from pyverbs).
         max_registered_bytes: most bytes in one registration (from pyverbs).
         problem: the reason why pyverbs can't open the device; "" if pyverbs can open the device, or is missing.
+        pci_path: the names of the PCI bridges from the host bridge to the device, and of the device; () if the device
+            is not a PCI device.
     """
 
     name: str
@@ -112,6 +115,7 @@ class RdmaDevice:
     max_registrations: int | None = None
     max_registered_bytes: int | None = None
     problem: str = ""
+    pci_path: tuple[str, ...] = ()
 
     def port(self, number: int) -> RdmaPort:
         """Returns the port with this number.
@@ -189,14 +193,6 @@ def _ask_device(api: Pyverbs, path: Path) -> RdmaDevice:
 # -- sysfs ---
 
 
-def _read(path: Path | str) -> str:
-    try:
-        with open(path) as file:
-            return file.read().strip()
-    except OSError:  # the file is absent or, for an empty GID, can't be read
-        return ""
-
-
 def _number(text: str) -> int | None:
     try:
         return int(text, 0)
@@ -209,12 +205,12 @@ def _port_numbers(device: Path) -> list[int]:
 
 
 def _read_device(path: Path, used: _UsedGids | None = None) -> RdmaDevice:
-    numa_node = _number(_read(path / "device/numa_node"))
     ports = ((number, path / "ports" / str(number)) for number in _port_numbers(path))
     return RdmaDevice(
         name=path.name,
-        guid=_read(path / "node_guid"),
-        numa_node=numa_node if numa_node is not None and numa_node >= 0 else None,
+        guid=read(path / "node_guid"),
+        numa_node=numa_node_of(path / "device"),
+        pci_path=pci_path(path / "device"),
         ports=tuple(
             _read_port(port, number, _used_gids(port / "gids") if used is None else used[number])
             for number, port in ports
@@ -223,16 +219,16 @@ def _read_device(path: Path, used: _UsedGids | None = None) -> RdmaDevice:
 
 
 def _read_port(path: Path, number: int, used: Iterable[tuple[int, str]]) -> RdmaPort:
-    layer = _read(path / "link_layer").lower()
+    layer = read(path / "link_layer").lower()
     gids = tuple(_read_gids(path, layer, used))
-    rate = _read(path / "rate").partition(" ")[0]
+    rate = read(path / "rate").partition(" ")[0]
     netdevs = [gid.netdev for gid in gids if gid.netdev is not None]
     return RdmaPort(
         number=number,
-        state=_read(path / "state").partition(": ")[2].lower() or "unknown",
+        state=read(path / "state").partition(": ")[2].lower() or "unknown",
         link_layer=layer,
         rate=float(rate) if rate.replace(".", "", 1).isdigit() else 0.0,
-        lid=_number(_read(path / "lid")) or 0,
+        lid=_number(read(path / "lid")) or 0,
         netdev=netdevs[0] if netdevs else _netdev_of(path.parent.parent, number),
         gids=gids,
     )
@@ -244,10 +240,10 @@ def _read_gids(port: Path, link_layer: str, used: Iterable[tuple[int, str]]) -> 
             address = ipaddress.IPv6Address(text)
         except ValueError:
             continue
-        kind = _read(port / f"gid_attrs/types/{index}")
+        kind = read(port / f"gid_attrs/types/{index}")
         if kind == "IB/RoCE v1":
             kind = "IB" if link_layer == "infiniband" else "RoCE v1"
-        yield RdmaGid(index, _written(address), kind, _read(port / f"gid_attrs/ndevs/{index}") or None)
+        yield RdmaGid(index, _written(address), kind, read(port / f"gid_attrs/ndevs/{index}") or None)
 
 
 def _used_gids(table: Path) -> Iterable[tuple[int, str]]:
@@ -276,7 +272,7 @@ def _written(address: ipaddress.IPv6Address) -> str:
 
 def _netdev_of(device: Path, port: int) -> str | None:
     for path in sorted((device / "device/net").glob("*")):
-        if _number(_read(path / "dev_port")) == port - 1:
+        if _number(read(path / "dev_port")) == port - 1:
             return path.name
     return None
 
@@ -284,25 +280,54 @@ def _netdev_of(device: Path, port: int) -> str | None:
 # -- choosing ---
 
 
+class PlacedPort(NamedTuple):
+    """A port that can be used, and how near its device is to a rank."""
+
+    nearness: Nearness
+    device: RdmaDevice
+    port: RdmaPort
+
+
+def placed_ports(devices: Iterable[RdmaDevice], near: Near = None, root: Path = SYSFS) -> list[PlacedPort]:
+    """Returns the active ports with GIDs: the nearest first, and of equally near ports the fastest first.
+
+    Of a machine with InfiniBand and RoCE, only the ports of one kind are returned, because ports of different kinds
+    can't be connected. This kind is the one whose active ports have the higher total rate, so that all hosts with the
+    same adapters use the same kind.
+    """
+    nearness = NearnessTo(near, root)
+    found = [
+        PlacedPort(nearness(device.pci_path, device.numa_node), device, port)
+        for device, port in _ports(devices)
+        if _state(device, port) == "active"
+    ]
+    rates: dict[str, float] = {}
+    for _, _, port in found:
+        rates[port.link_layer] = rates.get(port.link_layer, 0) + port.rate
+    kind = max(rates, key=lambda layer: (rates[layer], layer), default="")
+    found = [placed for placed in found if placed.port.link_layer == kind]
+    return sorted(found, key=lambda placed: (placed.nearness, -placed.port.rate))
+
+
 def choose_device(
     devices: list[RdmaDevice],
     options: RdmaOptions,
-    near: int | None = None,
+    near: Near = None,
     *,
     local_rank: int = 0,
     root: Path = SYSFS,
 ) -> DeviceChoice:
-    """Chooses the active port that is nearest to a NUMA node; among equally near ports, chooses the fastest port. If
-    several ports are equally near and fast, `local_rank` distributes a node's ranks over these ports.
+    """Chooses the first of the `placed_ports`. If several ports are equally near and fast, `local_rank` distributes a
+    node's ranks over these ports.
 
     By default the GID is the port's `best_gid`. Options override the choice of device, port and GID.
 
     Args:
         devices: the machine's devices (`rdma_devices`).
         options: the device, the port and the GID to use; each may be None.
-        near: the NUMA node of the rank's GPU or process; None to treat all NUMA nodes as equally near.
+        near: the place of the rank's GPU or process; None to treat all devices as equally near.
         local_rank: the rank's number on its node.
-        root: the directory where sysfs is mounted, from which the distances between NUMA nodes are read.
+        root: the directory where sysfs is mounted, from which distances are read.
 
     Raises:
         ArgumentError: an option names a device, port or GID that does not exist or is not active; the message lists the
@@ -316,8 +341,7 @@ def choose_device(
             raise ArgumentError("device", f"no RDMA device {options.device!r}; there is {names}")
         if options.port is not None:
             devices[0].port(options.port)  # raises ArgumentError if the device lacks the port
-    ports = [(device, port) for device, port in _ports(devices) if options.port in (None, port.number)]
-    usable = [(device, port) for device, port in ports if _state(device, port) == "active"]
+    usable = placed_ports([_with_port(device, options.port) for device in devices], near, root)
     if not usable:
         for field in ("device", "port"):
             asked = getattr(options, field)
@@ -325,28 +349,45 @@ def choose_device(
                 raise ArgumentError(field, f"{asked!r} has no active port; there is {_states(devices)}")
         raise RuntimeUnavailableError(f"no RDMA device has an active port; there is {_states(devices)}")
     if options.gid_index is not None:
-        there = "; ".join(f"{device.name} port {port.number}: {_listed(port.gids)}" for device, port in usable)
-        usable = [(d, p) for d, p in usable if any(gid.index == options.gid_index for gid in p.gids)]
+        there = "; ".join(f"{device.name} port {port.number}: {_listed(port.gids)}" for _, device, port in usable)
+        usable = [placed for placed in usable if any(gid.index == options.gid_index for gid in placed.port.gids)]
         if not usable:
             raise ArgumentError("gid_index", f"no active port has a GID {options.gid_index}; there is {there}")
-    distance = _distances(near, root)
-    unknown = max(distance.values(), default=0) + 1
-
-    def remoteness(candidate: tuple[RdmaDevice, RdmaPort]) -> tuple[int, float]:
-        device, port = candidate
-        far = 0 if near is None else unknown if device.numa_node is None else distance.get(device.numa_node, unknown)
-        return far, -port.rate
-
-    nearest = min(map(remoteness, usable))
-    equals = [candidate for candidate in usable if remoteness(candidate) == nearest]
-    device, port = equals[local_rank % len(equals)]
+    equals = [
+        placed for placed in usable if (placed.nearness, placed.port.rate) == (usable[0].nearness, usable[0].port.rate)
+    ]
+    _, device, port = equals[local_rank % len(equals)]
     assert port.best_gid is not None
     return DeviceChoice(device, port.number, port.best_gid.index if options.gid_index is None else options.gid_index)
+
+
+def choose_devices(
+    devices: list[RdmaDevice],
+    options: RdmaOptions,
+    near: Near = None,
+    *,
+    local_rank: int = 0,
+    root: Path = SYSFS,
+) -> list[DeviceChoice]:
+    """Returns the choice of each device that `options.devices` names, otherwise one choice. The arguments and the
+    errors are those of `choose_device`.
+    """
+    return [
+        choose_device(devices, replace(options, devices=None, device=name), near, local_rank=local_rank, root=root)
+        for name in options.devices or (options.device,)
+    ]
+
+
+def _with_port(device: RdmaDevice, number: int | None) -> RdmaDevice:
+    """Returns the device with only the port of this number; None means all ports."""
+    return replace(device, ports=tuple(port for port in device.ports if number in (None, port.number)))
 
 
 def _state(device: RdmaDevice, port: RdmaPort) -> str:
     if device.problem:
         return device.problem
+    if port.link_layer not in LINK_LAYERS:  # EFA, which has no reliable connections
+        return f"{port.state}, a link layer without reliable connections"
     return port.state if port.gids else f"{port.state}, no GID"
 
 
@@ -377,24 +418,3 @@ def _gid_preference(gid: RdmaGid) -> tuple[int, int]:
     if gid.type != "RoCE v2":
         return 3, gid.index
     return 0 if address.ipv4_mapped is not None else 2 if address.is_link_local else 1, gid.index
-
-
-def _distances(near: int | None, root: Path) -> dict[int, int]:
-    if near is None:
-        return {}
-    told = _read(root / f"devices/system/node/node{near}/distance").split()
-    return {near: 0} | {node: int(text) for node, text in zip(_nodes(root), told, strict=False)}
-
-
-def _nodes(root: Path) -> list[int]:
-    return sorted(int(path.name[4:]) for path in (root / "devices/system/node").glob("node[0-9]*"))
-
-
-def process_numa_node(root: Path = SYSFS) -> int | None:
-    """Returns the NUMA node to whose cores this process is bound; None if the process may run on several nodes."""
-    allowed = os.sched_getaffinity(0)
-    for node in _nodes(root):
-        cpus = _read(root / f"devices/system/node/node{node}/cpulist")
-        if cpus and allowed <= set(parse_cores(cpus)):
-            return node
-    return None

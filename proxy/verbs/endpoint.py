@@ -119,6 +119,11 @@ class VerbsDevice:
     def name(self) -> str:
         return self.choice.device.name
 
+    @property
+    def speed(self) -> int:
+        """The port's rate in Gbit/s, at least 1."""
+        return max(1, int(self.choice.device.port(self.choice.port).rate))
+
     def describe(self) -> str:
         """Returns a line that describes the device, its port and its GID."""
         return f"{self.name} port {self.choice.port}, {self.gid}"

@@ -31,7 +31,6 @@ INSTALL = "apt install python3-pyverbs ibverbs-providers (Debian, Ubuntu), dnf i
 the same version on the machine.
 """
 
-SYSFS = Path("/sys")
 DEVICES = "class/infiniband"
 """The directory in sysfs where Linux lists RDMA devices."""
 

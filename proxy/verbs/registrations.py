@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import os
 import resource
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from proxyccl.device.errors import ProxyCCLError
+from proxyccl.device.errors import ProxyCCLError, RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.registrations import Registration, RegistrationCache, RemoteDevice, require_ordered
 from proxyccl.proxy.remote_options import RdmaOptions, RemoteSetup
-from proxyccl.proxy.verbs.devices import choose_device, rdma_devices
+from proxyccl.proxy.verbs.devices import choose_devices, rdma_devices
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.pyverbs_api import error_number
 
@@ -44,7 +46,7 @@ class Registrations(RegistrationCache):
     def register_of(
         self, runtime: Runtime, gpu_writes: str, ptr: int, nbytes: int, allocation: Hashable = None
     ) -> Registration:
-        require_ordered(runtime, gpu_writes, "PROXYCCL_RDMA_GPU_WRITES")
+        require_ordered(runtime, gpu_writes, "PROXYCCL_RDMA")
         dmabuf = None if runtime.name == "host" else functools.partial(runtime.dmabuf, ptr, nbytes)
         return self.register(ptr, nbytes, dmabuf, allocation=allocation)
 
@@ -101,9 +103,53 @@ class Registrations(RegistrationCache):
             registration.region.close()
 
 
+class RailRegistrations(RegistrationCache):
+    """A `RegistrationCache` for a rank with several adapters, which registers each range with all of them."""
+
+    def __init__(self, rails: Sequence[Registrations]) -> None:
+        super().__init__()
+        self._rails = rails
+
+    def register(self, ptr: int, nbytes: int) -> Registration:
+        return self._acquire(ptr, nbytes, None, lambda: self._make(lambda rail: rail.register(ptr, nbytes)))
+
+    def register_of(
+        self, runtime: Runtime, gpu_writes: str, ptr: int, nbytes: int, allocation: Hashable = None
+    ) -> Registration:
+        def make(rail: Registrations) -> Registration:
+            return rail.register_of(runtime, gpu_writes, ptr, nbytes)  # only this cache keeps unused ranges
+
+        return self._acquire(ptr, nbytes, allocation, lambda: replace(self._make(make), allocation=allocation))
+
+    def _make(self, register: Callable[[Registrations], Registration]) -> Registration:
+        made: list[Registration] = []
+        with contextlib.ExitStack() as undo:
+            for rail in self._rails:
+                made.append(register(rail))
+                undo.callback(rail.release, made[-1])
+            first = made[0]
+            for other in made:
+                if (other.address, other.how) != (first.address, first.how):
+                    raise RuntimeUnavailableError(
+                        f"the rank's adapters register this memory differently: as {first.how} and as {other.how}"
+                    )
+            undo.pop_all()
+        key = sum(each.key << 32 * i for i, each in enumerate(made))
+        local_key = sum(each.local_key << 32 * i for i, each in enumerate(made))
+        return replace(first, key=key, local_key=local_key, region=made)
+
+    def _deregister(self, registration: Registration) -> None:
+        for rail, made in zip(self._rails, registration.region, strict=True):
+            rail.release(made)
+
+
 class VerbsContext(RemoteDevice):
-    """A rank's opened RDMA device. Each context has its own protection domain, so the device refuses the keys of other
-    contexts.
+    """A rank's opened RDMA devices: one, or those that `RdmaOptions.devices` names. Each context has its own protection
+    domains, so a device refuses the keys of other contexts.
+
+    Attributes:
+        devices: the opened devices.
+        registrations_by_rail: the registrations of each device.
 
     Raises:
         ArgumentError: an option names a device, port, GID or MTU that is not available.
@@ -115,11 +161,31 @@ class VerbsContext(RemoteDevice):
     def __init__(self, setup: RemoteSetup, options: RdmaOptions) -> None:
         super().__init__(setup)
         self.options = options
-        choice = choose_device(rdma_devices(), options, setup.near, local_rank=setup.local_rank)
-        self.device = VerbsDevice.open(choice, options)
-        self.registrations: Registrations = Registrations(self.device)
+        self._homes = itertools.count(setup.local_rank)
+        self.devices: list[VerbsDevice] = []
+        with contextlib.ExitStack() as undo:
+            for choice in choose_devices(rdma_devices(), options, setup.near, local_rank=setup.local_rank):
+                self.devices.append(VerbsDevice.open(choice, options))
+                undo.callback(self.devices[-1].close)
+            self.registrations_by_rail = [Registrations(device) for device in self.devices]
+            undo.pop_all()
+        self.registrations: RegistrationCache = self.registrations_by_rail[0]
+        if len(self.devices) > 1:
+            self.registrations = RailRegistrations(self.registrations_by_rail)
+
+    @property
+    def reads(self) -> bool:
+        """Whether all devices support RDMA reads."""
+        return all(device.reads for device in self.devices)
+
+    def next_home(self) -> int:
+        """Returns the number of the device that carries a new connection's short operations. Connections take turns."""
+        return next(self._homes) % len(self.devices)
 
     def close(self) -> None:
-        with contextlib.ExitStack() as steps:  # closes the device even if closing the registrations fails
-            steps.callback(self.device.close)
-            steps.callback(self.registrations.close)
+        with contextlib.ExitStack() as steps:  # closes all devices even if a step fails
+            for device, registrations in zip(self.devices, self.registrations_by_rail, strict=True):
+                steps.callback(device.close)
+                steps.callback(registrations.close)
+            if len(self.devices) > 1:
+                steps.callback(self.registrations.close)

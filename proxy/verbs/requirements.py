@@ -8,7 +8,8 @@ from pathlib import Path
 
 from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.proxy._engine import lib
-from proxyccl.proxy.verbs.pyverbs_api import DEVICES, SYSFS, load
+from proxyccl.proxy.placement import SYSFS
+from proxyccl.proxy.verbs.pyverbs_api import DEVICES, load
 
 
 def missing(root: Path = SYSFS) -> str:

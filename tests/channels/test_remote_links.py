@@ -50,7 +50,7 @@ def on_all_ranks(body: Callable[[RemoteLinks, Context], object]) -> list[Any]:
     def rank_body(rank: int) -> object:
         context = Context(rank)
         meeting: Any = SimpleNamespace(
-            runtime=SimpleNamespace(numa_node=lambda: 0),
+            runtime=SimpleNamespace(pci_address=None),
             control=SimpleNamespace(semaphore_offset=lambda _: 0, semaphores_bytes=8),
             exchange=Exchange(bootstraps[rank], TIMEOUT),
             topology=SimpleNamespace(same_host=lambda _: False),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ipaddress
 import platform
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from proxyccl import ArgumentError, FabricOptions, RuntimeUnavailableError
+from proxyccl import ArgumentError, FabricOptions, RdmaOptions, RuntimeUnavailableError, rdma_devices
 from proxyccl.proxy.fabric.library import FabricOffer, best_of, choose_offer
 from proxyccl.proxy.remote_options import MOST_WIRES
+from proxyccl.proxy.verbs.devices import choose_device
+from support.sysfs import expand
 
 
 def offer(provider: str, domain: str, address: str | None = None, **facts: Any) -> FabricOffer:
@@ -85,6 +88,19 @@ def test_ranks_of_a_host_share_its_devices() -> None:
     assert choose_offer(TCP, FabricOptions(), local_rank=1) == TCP[3]
 
 
+def test_efa_devices_are_used_by_libfabric_and_not_by_verbs(tmp_path: Path) -> None:
+    gpus = expand("p5_efa", tmp_path)
+    devices = rdma_devices(tmp_path)
+    assert len(devices) == 32
+    with pytest.raises(RuntimeUnavailableError, match=r"rdmap79s0 port 1 .* without reliable connections"):
+        choose_device(devices, RdmaOptions(), gpus["gpu0"], root=tmp_path)
+    offers = [offer("efa", f"{device.name}-rdm", ordered=False) for device in devices]
+    for rank, gpu in enumerate(gpus.values()):
+        beside = int(gpu[5:7], 16)
+        chosen = {choose_offer(offers, FabricOptions(), gpu, local_rank=i, root=tmp_path).domain for i in range(8)}
+        assert chosen == {f"rdmap{beside - i}s0-rdm" for i in range(1, 5)}, rank
+
+
 @pytest.mark.parametrize(
     ("offers", "options", "message"),
     [
@@ -127,7 +143,7 @@ def test_offers_that_reach_no_other_host_are_no_fabric(offers: list[FabricOffer]
 def test_the_environment_gives_what_arguments_do_not(
     monkeypatch: pytest.MonkeyPatch, name: str, text: str, value: object
 ) -> None:
-    monkeypatch.setenv(f"PROXYCCL_FABRIC_{name.upper()}", text)
+    monkeypatch.setenv("PROXYCCL_FABRIC", f"{name}={text}")
     assert getattr(FabricOptions.from_environment(), name) == value
     other: dict[str, Any] = {"provider": "net", "interface": "eth0", "depth": 3, "signal": "ordered"}
     other |= {"gpu_writes": "auto", "staging_bytes": 4096, "staging_chunk": 128, "streams": 2}

@@ -68,7 +68,7 @@ class Job:
     ("ranks", "env"),
     [
         ([2, 2], {}),
-        pytest.param([1, 1], {"PROXYCCL_FABRIC_SIGNAL": "delivered"}, marks=pytest.mark.full),
+        pytest.param([1, 1], {"PROXYCCL_FABRIC": "signal=delivered"}, marks=pytest.mark.full),
         ([1, 1], {"PROXYCCL_PROXY": "process"}),
     ],
     ids=["two on each", "as if unordered", "in a daemon"],
@@ -95,7 +95,7 @@ def test_mpiexec_starts_ranks_on_three_hosts(tmp_path: Path, each: int, what: st
     assert output.count("'fabric'") == 3 * each * 2 * each, output
 
 
-SMALL_STAGES = {"PROXYCCL_FABRIC_STAGING_BYTES": "32768", "PROXYCCL_FABRIC_STAGING_CHUNK": "8192"}
+SMALL_STAGES = "staging_bytes=32768,staging_chunk=8192"
 
 
 # "ordered" signals run only with --full, because the test of execution plans below covers them.
@@ -105,9 +105,9 @@ SMALL_STAGES = {"PROXYCCL_FABRIC_STAGING_BYTES": "32768", "PROXYCCL_FABRIC_STAGI
     ids=["ordered", "unordered, in a daemon"],
 )
 def test_memory_that_can_not_be_registered_is_staged(hosts: Hosts, tmp_path: Path, proxy: str, signal: str) -> None:
-    env = {"PROXYCCL_TRANSPORT": "staged_fabric", "PROXYCCL_PROXY": proxy, "PROXYCCL_FABRIC_SIGNAL": signal}
-    env["PROXYCCL_FABRIC_STREAMS"] = "2"
-    Job(hosts, [1, 1], tmp_path, "collectives", **env, **SMALL_STAGES).succeeds("staged_fabric")
+    env = {"PROXYCCL_TRANSPORT": "staged_fabric", "PROXYCCL_PROXY": proxy}
+    env["PROXYCCL_FABRIC"] = f"signal={signal},streams=2,{SMALL_STAGES}"
+    Job(hosts, [1, 1], tmp_path, "collectives", **env).succeeds("staged_fabric")
 
 
 # "delivered" signals run only with --full, because plans don't depend on the kind of signal.
@@ -118,10 +118,10 @@ def test_memory_that_can_not_be_registered_is_staged(hosts: Hosts, tmp_path: Pat
         pytest.param(
             [1, 1],
             "fabric",
-            {"PROXYCCL_FABRIC_SIGNAL": "delivered", "PROXYCCL_PROXY": "process"},
+            {"PROXYCCL_FABRIC": "signal=delivered", "PROXYCCL_PROXY": "process"},
             marks=pytest.mark.full,
         ),
-        ([1, 1], "staged_fabric", {"PROXYCCL_TRANSPORT": "staged_fabric", **SMALL_STAGES}),
+        ([1, 1], "staged_fabric", {"PROXYCCL_TRANSPORT": "staged_fabric", "PROXYCCL_FABRIC": SMALL_STAGES}),
     ],
     ids=["two on each", "as if unordered, in a daemon", "staged"],
 )
@@ -153,7 +153,7 @@ def test_gpus_are_staged_by_a_provider_that_does_not_reach_them(
 def test_a_provider_that_reaches_gpus_writes_their_memory(hosts: Hosts, tmp_path: Path, on_hip: dict[str, str]) -> None:
     run_make("fake-fabric")
     library = ROOT / "build/fake-fabric/libfake_library.so"
-    env = {**on_hip, "PROXYCCL_LIBFABRIC": str(library), "PROXYCCL_FABRIC_GPU_WRITES": "ordered"}
+    env = {**on_hip, "PROXYCCL_LIBFABRIC": str(library), "PROXYCCL_FABRIC": "gpu_writes=ordered"}
     for output in Job(hosts, [1, 1], tmp_path, "one", **env).succeeds("fabric"):
         assert "registered for interface 2, device 0" in output, output  # FI_HMEM_ROCR
 
@@ -169,13 +169,13 @@ def test_gpus_that_do_not_order_writes_are_staged(hosts: Hosts, tmp_path: Path, 
 
 def test_ipv6_is_enough_and_a_provider_is_chosen_by_name(tmp_path: Path) -> None:
     with hosts_or_skip(2, ipv4=False) as hosts:
-        Job(hosts, [1, 1], tmp_path, "one", PROXYCCL_FABRIC_PROVIDER="net").succeeds()
+        Job(hosts, [1, 1], tmp_path, "one", PROXYCCL_FABRIC="provider=net").succeeds()
 
 
 # "ordered" signals run only with --full, because the limit on outstanding writes doesn't depend on the signals.
 @pytest.mark.parametrize("signal", [pytest.param("ordered", marks=pytest.mark.full), "delivered"])
 def test_a_flood_through_few_writes_loses_nothing(hosts: Hosts, tmp_path: Path, signal: str) -> None:
-    few = {"PROXYCCL_FABRIC_DEPTH": "2", "PROXYCCL_FABRIC_SIGNAL": signal}
+    few = {"PROXYCCL_FABRIC": f"depth=2,signal={signal}"}
     Job(hosts, [1, 1], tmp_path, "flood", **few).succeeds()
 
 

@@ -28,7 +28,6 @@ def test_agents_start_again_under_their_names(seed: int) -> None:
 @pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport")
 def test_agents_come_and_go_by_libfabric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROXYCCL_LIBFABRIC", library_or_skip())
-    monkeypatch.setenv("PROXYCCL_FABRIC_PROVIDER", "tcp")
-    monkeypatch.setenv("PROXYCCL_FABRIC_INTERFACE", "=lo")
+    monkeypatch.setenv("PROXYCCL_FABRIC", "provider=tcp,interface==lo")
     monkeypatch.setenv("PROXYCCL_TRANSFER_PATHS", "fabric")  # of the peers
     assert run(1, 9, "fabric") == []

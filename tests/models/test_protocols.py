@@ -44,6 +44,7 @@ VERIFIERS = {
     "survivors, some late twice": ("survivors", ("DEATHS=0", "LATE=1", "ATTEMPTS=2")),
     "reordering": ("reordering", ()),
     "packets": ("packets", ()),
+    "rails": ("rails", ()),
 }
 if DEEP:
     VERIFIERS |= {
@@ -51,6 +52,7 @@ if DEEP:
         "staged, one side sends more": ("staged", ("RING=4", "PUTS=6", "REPLIES=1")),
         "gets, more of them": ("gets", ("OPERATIONS=3", "MORE=5", "ROOM=2", "GETS=2")),
         "exchange, more of them": ("exchange", ("EXCHANGES=5",)),
+        "rails, more rounds": ("rails", ("ROUNDS=4",)),
         "survivors, some late, one ends": ("survivors", ("DEATHS=1", "LATE=1", "ATTEMPTS=2")),
     }
 
@@ -92,6 +94,11 @@ BUGS = {
     "packets of one parity are cleared": ("packets", 2),
     "the last flag of a lap is 0": ("packets", 3),
     "packets are cleared once a lap": ("packets", 4),
+    "a signal does not wait for the part on the other rail": ("rails", 1),
+    "parts are posted again before the peer has answered": ("rails", 2),
+    "parts that the peer has are posted again": ("rails", 3),
+    "the peer's words are read before it has answered": ("rails", 4),
+    "the peer answers before its queue pair is stopped": ("rails", 5),
 }
 
 

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from proxyccl import (
     ArgumentError,
     ClosedError,
+    FabricOptions,
     RdmaDevice,
     RdmaGid,
     RdmaOptions,
@@ -33,20 +34,24 @@ from proxyccl import (
     TransportError,
     rdma_devices,
 )
+from proxyccl.device.environment import OLD_VARIABLES
+from proxyccl.proxy.placement import process_numa_node
 from proxyccl.proxy.remote_options import MTUS
 from proxyccl.proxy.verbs import pyverbs_api, requirements
 from proxyccl.proxy.verbs.address import GID_TYPES, LINK_LAYERS, EndpointAddress
-from proxyccl.proxy.verbs.devices import DeviceChoice, choose_device, process_numa_node
+from proxyccl.proxy.verbs.devices import DeviceChoice, choose_device
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.registrations import Registrations
 from proxyccl.proxy.verbs.requirements import missing
 from support.fakes import pyverbs as pyverbs_stand_in
+from support.sysfs import gid_files, put
 
 pytestmark = pytest.mark.own_proxy(reason="a stand-in for RDMA, in its own process")
 
 # -- options ---
 
 WRONG_OPTIONS: dict[str, list[Any]] = {
+    "devices": [(), "rxe0", ("rxe0",), ("rxe0", "rxe0"), ("rxe0", ""), ("rxe0", 1), ("a", "b", "c"), 5],
     "device": ["", 3, b"rxe0"],
     "port": [0, 255, -1, 1.0, "1", True],
     "gid_index": [-1, 1 << 16, "0"],
@@ -64,6 +69,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
 }
 FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "device": ("3", "3"),
+    "devices": ("mlx5_1,mlx5_0", ("mlx5_1", "mlx5_0")),
     "port": ("2", 2),
     "gid_index": ("0", 0),
     "mtu": ("1024", 1024),
@@ -83,8 +89,8 @@ OPTIONS = [field.name for field in fields(RdmaOptions)]
 
 @pytest.fixture(autouse=True)
 def _no_options_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in OPTIONS:
-        monkeypatch.delenv(f"PROXYCCL_RDMA_{name.upper()}", raising=False)
+    for name in ("PROXYCCL_RDMA", *OLD_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -100,11 +106,12 @@ def test_an_option_out_of_range_is_refused_by_name(name: str) -> None:
 def test_options_come_from_the_environment_and_arguments_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text, value = FROM_ENVIRONMENT[name]
     assert getattr(RdmaOptions(), name) != value
-    monkeypatch.setenv(f"PROXYCCL_RDMA_{name.upper()}", text)
+    monkeypatch.setenv("PROXYCCL_RDMA", f"{name}={text}")
     assert RdmaOptions.from_environment() == replace(RdmaOptions(), **{name: value})
     assert RdmaOptions.from_environment(**{name: None}) == replace(RdmaOptions(), **{name: value})
     others = {
         "device": "mlx5_0",
+        "devices": ("rxe0", "rxe1"),
         "signal": "write",
         "gpu_writes": "auto",
         "mtu": 256,
@@ -113,21 +120,52 @@ def test_options_come_from_the_environment_and_arguments_win(name: str, monkeypa
     }
     other = others.get(name, 7)
     assert RdmaOptions.from_environment(**{name: other}) == replace(RdmaOptions(), **{name: other})
-    monkeypatch.setenv(f"PROXYCCL_RDMA_{name.upper()}", "")
+    monkeypatch.setenv("PROXYCCL_RDMA", "")
     assert RdmaOptions.from_environment() == RdmaOptions()
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "device"])
+def test_a_variable_lists_several_options_whose_values_may_have_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_RDMA", "device=mlx5_0, mtu=4096")
+    assert RdmaOptions.from_environment() == RdmaOptions(device="mlx5_0", mtu=4096)
+    monkeypatch.setenv("PROXYCCL_FABRIC", "interface=^=eth0,eth1,provider=tcp;ofi_rxm")
+    assert FabricOptions.from_environment() == FabricOptions(interface="^=eth0,eth1", provider="tcp;ofi_rxm")
+
+
+def test_older_variables_of_one_option_are_read_if_the_list_lacks_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_RDMA_MTU", "1024")
+    monkeypatch.setenv("PROXYCCL_RDMA_PORT", "2")
+    monkeypatch.setenv("PROXYCCL_RDMA", "port=1")
+    assert RdmaOptions.from_environment() == RdmaOptions(port=1, mtu=1024)
+    monkeypatch.setenv("PROXYCCL_RDMA_MTU", "1025")
+    with pytest.raises(ArgumentError, match=r"^PROXYCCL_RDMA_MTU: must be one of 256"):
+        RdmaOptions.from_environment()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("mlx5_0", "'mlx5_0' is unknown"),
+        ("devise=mlx5_0", "'devise' is unknown; expected one of device, devices, port"),
+        ("mtu=256,mtu=512", "'mtu' is listed twice"),
+    ],
+)
+def test_a_malformed_list_is_refused(text: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_RDMA", text)
+    with pytest.raises(ArgumentError, match=rf"^PROXYCCL_RDMA: must be a list of OPTION=VALUE; {reason}"):
+        RdmaOptions.from_environment()
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("device", "devices")])
 @pytest.mark.parametrize("text", ["none", "-1", "99999999", "0x4", "1.5", "²"])
 def test_a_wrong_variable_is_named(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(f"PROXYCCL_RDMA_{name.upper()}", text)
+    monkeypatch.setenv("PROXYCCL_RDMA", f"{name}={text}")
     with pytest.raises(ArgumentError) as caught:
         RdmaOptions.from_environment()
-    assert caught.value.argument == f"PROXYCCL_RDMA_{name.upper()}"
+    assert caught.value.argument == f"PROXYCCL_RDMA: {name}"
 
 
 def test_what_is_no_option_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"^depth: unknown option of RDMA; expected one of device, port"):
+    with pytest.raises(ArgumentError, match=r"^depth: unknown option of RDMA; expected one of device, devices, port"):
         RdmaOptions.from_environment(depth=3)
 
 
@@ -215,19 +253,6 @@ def test_an_address_out_of_range_is_refused_by_field(name: str, wrong: dict[str,
 
 
 # -- discovery in a fake sysfs ---
-
-
-def put(directory: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-
-
-def gid_files(index: int, address: str, kind: str = "", netdev: str = "") -> dict[str, str]:
-    written = ipaddress.IPv6Address(address).packed.hex(":", 2)
-    files = {f"gids/{index}": written, f"gid_attrs/types/{index}": kind, f"gid_attrs/ndevs/{index}": netdev}
-    return {name: text for name, text in files.items() if text}
 
 
 @pytest.fixture

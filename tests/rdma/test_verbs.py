@@ -127,6 +127,105 @@ def test_a_schedule_posts_then_sends_where_its_peer_posted(fetch_add: bool) -> N
 
 
 @needs_transport
+@pytest.mark.parametrize("fetch_add", [False, True], ids=["write", "fetch-add"])
+@pytest.mark.parametrize("home", [0, 1])
+def test_a_signal_follows_the_parts_of_its_put_on_both_rails(home: int, fetch_add: bool) -> None:
+    source, destination = memory(40_000), np.zeros(40_000, np.uint8)
+    with Loop(source, destination, speeds=(1, 3), home=home, cut=4096, fetch_add=fetch_add) as loop:
+        (peer,) = loop.peers
+        at_home, other = peer.devices[home], peer.devices[1 - home]
+        other.allow(0)
+        loop.push(0, PUT | SIGNAL, 40_000)
+        loop.wait(lambda: destination[0] == source[0] or destination[-1] == source[-1], "the part on the home rail")
+        polls = other.counts.polls
+        loop.wait(lambda: other.counts.polls >= polls + 5, "polls")
+        assert peer.words[0] == 0
+        other.allow(-1)
+        loop.wait(lambda: peer.words[0] == 1, "the signal")
+        assert (destination == source).all()
+        loop.push(0, PUT | SIGNAL, 4095)
+        loop.flush()
+        # A quarter of the put goes by rail 0, rounded down to a multiple of 64 bytes, in requests of 4096 bytes.
+        parts = [-(-(40_000 // 4 // 64 * 64) // 4096), -(-(40_000 - 40_000 // 4 // 64 * 64) // 4096)]
+        assert at_home.counts.executed == parts[home] + 3
+        assert other.counts.executed == parts[1 - home]
+
+
+@needs_transport
+def test_a_rail_that_fails_ends_the_connection() -> None:
+    with Loop(memory(9000), np.zeros(9000, np.uint8), speeds=(1, 1)) as loop:
+        loop.peers[0].devices[1].fail_request(1, REM_ACCESS_ERR)
+        loop.push(0, PUT, 9000)
+        assert "IBV_WC_REM_ACCESS_ERR" in loop.fails().reason
+
+
+RETRY_EXC_ERR = 12
+
+
+@needs_transport
+@pytest.mark.parametrize("seed", range(12))
+def test_what_a_failed_rail_has_not_done_is_done_once_by_the_other(seed: int) -> None:
+    """One rail fails at a random request, while the devices execute requests late. The test reports, as the peer, that
+    the rail's queue pair is in its error state.
+    """
+    rng = random.Random(seed)
+    source, destination = memory(1 << 13, seed), np.zeros(1 << 12, np.uint8)
+    own, expected = source.copy(), destination.copy()
+    options: dict[str, Any] = {"channels": 2, "send_depth": rng.choice([4, 16, 128]), "max_message": 64}
+    failing, home = rng.randrange(2), rng.randrange(2)
+    with Loop(source, destination, speeds=(1, 1), home=home, **options) as loop:
+        (peer,) = loop.peers
+        for device in peer.devices:
+            device.dawdle(rng.choice([1, 3, 40]), seed)
+        peer.devices[failing].fail_request(rng.randrange(1, 80), RETRY_EXC_ERR)
+        signals = [0, 0]
+        for _ in range(300):
+            operation = Operation(rng.randint(1, 7))
+            channel = rng.randrange(2)
+            size = rng.randint(0, 300) if operation & PUT else 0
+            start, end = rng.randrange(len(source) - 300), rng.randrange(len(destination) - 300)
+            where: dict[str, int] = {"source": start, "destination": end}
+            if operation & PUT and rng.randrange(3) == 0:
+                operation |= GET
+                own[start : start + size] = expected[end : end + size]
+                where = {"source": end, "destination": start}
+            else:
+                expected[end : end + size] = own[start : start + size]
+            loop.push(0, operation, size, channel=channel, **where)
+            signals[channel] += bool(operation & SIGNAL)
+        tickets = [loop.push(0, FLUSH, channel=channel) for channel in range(2)]
+        loop.wait(lambda: bool(peer.peer_mail[failing]), "the report of the failure")
+        peer.mail[failing] = 1
+        loop.wait(lambda: all(peer.flushed(i) > ticket for i, ticket in enumerate(tickets)), "the flushes")
+        assert peer.words.tolist() == signals
+        assert (destination == expected).all()
+        assert (source == own).all()
+        words = range(peer.words.ctypes.data, peer.words.ctypes.data + peer.words.nbytes)
+        for word in words[::8]:
+            values = [value for device in peer.devices for at, value, _ in device.signals if at == word]
+            assert sorted(values) == list(range(1, len(values) + 1)), "no signal is written twice"
+
+
+@needs_transport
+def test_a_rail_that_the_peer_reports_is_stopped_before_the_peer_is_told() -> None:
+    source, destination = memory(9000), np.zeros(9000, np.uint8)
+    with Loop(source, destination, speeds=(1, 1)) as loop:
+        (peer,) = loop.peers
+        loop.push(0, PUT, 9000)
+        loop.flush()
+        peer.mail[1] = 1
+        loop.wait(lambda: peer.peer_mail[1] == 1, "the answer")
+        before = peer.devices[1].counts.requests
+        loop.push(0, PUT | SIGNAL, 9000)
+        loop.flush()
+        assert peer.words[0] == 1
+        assert peer.devices[1].counts.requests == before
+        peer.devices[0].fail_request(peer.devices[0].counts.requests + 1, RETRY_EXC_ERR)
+        loop.push(0, PUT, 9000)
+        assert "IBV_WC_RETRY_EXC_ERR" in loop.fails().reason
+
+
+@needs_transport
 def test_a_put_of_nothing_makes_no_request() -> None:
     with Loop(memory(8), np.zeros(8, np.uint8)) as loop:
         loop.push(0, PUT)
@@ -135,11 +234,10 @@ def test_a_put_of_nothing_makes_no_request() -> None:
 
 
 @needs_transport
+@pytest.mark.parametrize("speeds", [(1,), (1, 2)], ids=["one rail", "two rails"])
 @pytest.mark.parametrize("seed", range(8))
-def test_everything_happens_as_if_one_after_another(seed: int) -> None:
-    """Pushes random triggers on three channels, with overlapping puts and gets, over a device that executes
-    them late.
-    """
+def test_everything_happens_as_if_one_after_another(seed: int, speeds: tuple[int, ...]) -> None:
+    """Pushes random triggers on three channels, with overlapping puts and gets, over devices that execute them late."""
     rng = random.Random(seed)
     source, destination = memory(1 << 13, seed), np.zeros(1 << 12, np.uint8)
     own, expected = source.copy(), destination.copy()
@@ -155,9 +253,12 @@ def test_everything_happens_as_if_one_after_another(seed: int) -> None:
         max_message=rng.choice([1, 7, 64, 4096]),
         fetch_add=bool(seed % 2),
         service={"fifo_size": rng.choice([2, 64, 1024])},
+        speeds=speeds,
+        home=seed // 2 % len(speeds),
     ) as loop:
         (peer,) = loop.peers
-        peer.device.dawdle(rng.choice([1, 3, 40]), seed)
+        for device in peer.devices:
+            device.dawdle(rng.choice([1, 3, 40]), seed)
         for _ in range(600):
             operation = Operation(rng.randint(1, 7))
             channel = rng.randrange(3)
@@ -186,7 +287,10 @@ def test_everything_happens_as_if_one_after_another(seed: int) -> None:
         assert (destination == expected).all()
         assert (source == own).all()
         words = range(peer.words.ctypes.data, peer.words.ctypes.data + peer.words.nbytes)
-        assert [signal for signal in peer.device.signals if signal[0] in words] == signalled
+        seen = [signal for device in peer.devices for signal in device.signals if signal[0] in words]
+        if len(speeds) > 1:  # a device counts only the bytes that it put itself
+            seen, signalled = [(*each[:2], 0) for each in seen], [(*each[:2], 0) for each in signalled]
+        assert seen == signalled
         assert peer.words.tolist() == signals
         assert all(peer.flushed(channel) > flushes[channel] for channel in range(3))
 

@@ -65,7 +65,7 @@ def test_verbs_register_memory_of_devices_that_order_writes(orders: bool, gpu_wr
         registrar.register_of(runtime, gpu_writes, 4096, 64)
         assert registrar.registered == 2
     else:
-        assert "PROXYCCL_RDMA_GPU_WRITES=ordered" in reason
+        assert "PROXYCCL_RDMA=gpu_writes=ordered" in reason
         with pytest.raises(RuntimeUnavailableError, match="GPU does not say that it orders RDMA writes"):
             registrar.register_of(runtime, gpu_writes, 4096, 64)
         assert registrar.registered == 0
@@ -77,7 +77,7 @@ def test_a_fabric_registers_memory_of_devices_that_order_writes(orders: bool, gp
     if reached:
         registrar.register_of(runtime, gpu_writes, 4096, 64)
     else:
-        with pytest.raises(RuntimeUnavailableError, match=r"orders RDMA writes .* PROXYCCL_FABRIC_GPU_WRITES=ordered"):
+        with pytest.raises(RuntimeUnavailableError, match=r"orders RDMA writes .* PROXYCCL_FABRIC=gpu_writes=ordered"):
             registrar.register_of(runtime, gpu_writes, 4096, 64)
         registrar.register_of(runtime, gpu_writes, 8192, 64)  # this address is pinned host memory
     assert registrar.registered == 1

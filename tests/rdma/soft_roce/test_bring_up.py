@@ -160,7 +160,7 @@ def test_info_shows_whose_memory_goes_through_the_hosts(monkeypatch: pytest.Monk
     assert (finding.name, finding.available) == ("memory", False)
     assert finding.detail == f"{DEVICES[0]} cannot reach memory of host:0: no way"
     assert "the transport staged" in finding.advice
-    monkeypatch.setenv("PROXYCCL_RDMA_DEVICE", "mlx5_99")
+    monkeypatch.setenv("PROXYCCL_RDMA", "device=mlx5_99")
     finding = info._rdma()[-1]
     assert (finding.name, finding.available) == ("memory", False)
     assert "mlx5_99" in finding.detail

@@ -30,7 +30,7 @@ class TwoHosts:
         random = np.random.default_rng(5)
         self.agents, self.hosts, self.arrays = [], [], []
         for name, device, address in zip("ab", DEVICES, ADDRESSES, strict=True):
-            monkeypatch.setenv("PROXYCCL_FABRIC_INTERFACE", f"={device}")
+            monkeypatch.setenv("PROXYCCL_FABRIC", f"provider=verbs,interface=={device}")
             self.agents.append(Agent(name, listen=[address], paths=["fabric", "tcp"], timeout=TIMEOUT))
             runtime = rank_runtime(len(self.arrays))
             self.hosts.append(random.integers(0, 256, NBYTES, dtype=np.uint8))
@@ -50,7 +50,6 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoHosts]:
         pytest.skip("libfabric is not installed, and could not be fetched")
     # A failed search by name is cached, so the library is set by its path.
     monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)
-    monkeypatch.setenv("PROXYCCL_FABRIC_PROVIDER", "verbs")
     monkeypatch.setattr(paths, "boot_id", lambda: "another host")
     made = TwoHosts(monkeypatch)
     yield made

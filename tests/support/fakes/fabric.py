@@ -92,6 +92,7 @@ class FakeFabricPeer(FakePeer):
     """
 
     device: Any
+    devices: list[Any]
 
     def __init__(
         self,
@@ -110,6 +111,7 @@ class FakeFabricPeer(FakePeer):
     ) -> None:
         self.service, self.rank = service, rank
         self.device = FakeEndpoint(depth, ordered=ordered, joined=joined, max_message=max_message)
+        self.devices = [self.device]
         self.words = np.zeros(channels, np.uint64)
         self.device.add(SOURCE_KEY, source)
         self.device.register(TARGET_KEY, destination, offsets=offsets)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,13 +17,15 @@ from proxyccl.device.ffi_types import fill
 from proxyccl.proxy._engine import ffi, lib
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.ring import Fifo
+from proxyccl.proxy.transports.verbs import RailsOptions
 from proxyccl.proxy.trigger import MAX_MEMORIES, Operation
 from support.bare_loops import produce
 from support.devices import rank_runtime
 from support.fakes.writer import FakeWriter
 from support.running import TIMEOUT, wait_for
 
-LKEY, RKEY, SIGNAL_RKEY, SCRATCH_LKEY = 0x11, 0x22, 0x33, 0x44
+LKEY, RKEY, SIGNAL_RKEY, SCRATCH_LKEY, MAIL_LKEY, MAIL_RKEY = 0x11, 0x22, 0x33, 0x44, 0x55, 0x66
+_KEYS_APART = 0x100  # difference between the keys of the same memory on two rails
 
 
 class FakeDevice(FakeWriter):
@@ -161,6 +164,9 @@ class FakePeer(OwnTriggers):
         max_message: maximum size of a request in bytes.
         fetch_add: whether signals are fetch-and-adds instead of writes.
         reads: largest number of outstanding reads; 0 if the device supports no reads.
+        speeds: relative speeds of the rails, each of which has its own device and keys; one speed for no rails.
+        home: number of the rail that carries short operations.
+        cut: puts and gets of at least this many bytes are divided between the rails.
     """
 
     def __init__(
@@ -176,35 +182,50 @@ class FakePeer(OwnTriggers):
         max_message: int = 4096,
         fetch_add: bool = False,
         reads: int = 16,
+        speeds: Sequence[int] = (1,),
+        home: int = 0,
+        cut: int = 64,
     ) -> None:
         cq_depth = send_depth if cq_depth is None else cq_depth
         self.service, self.rank = service, rank
-        self.device = FakeDevice(send_depth, cq_depth, reads)
         self.words = np.zeros(channels, np.uint64)
         self.scratch = np.zeros(1, np.uint64)
-        keys: dict[int, NDArray[Any]] = {
-            LKEY: source,
-            RKEY: destination,
-            SIGNAL_RKEY: self.words,
-            SCRATCH_LKEY: self.scratch,
-        }
-        for key, array in keys.items():
-            self.device.register(key, array)
-        options = verbs_options(
-            self.device.qp,
-            send_depth=send_depth,
-            cq_depth=cq_depth,
-            max_message=max_message,
-            signal_rkey=SIGNAL_RKEY,
-            reads=reads,
-            **adding(self.scratch) if fetch_add else {},
+        arrays = {LKEY: source, RKEY: destination, SIGNAL_RKEY: self.words, SCRATCH_LKEY: self.scratch}
+        self._arrays = arrays  # keeps the memory that the devices' keys name
+        self.devices = [FakeDevice(send_depth, cq_depth, reads) for _ in speeds]
+        self.device = self.devices[0]
+        rails = []
+        for rail, device in enumerate(self.devices):
+            for key, array in arrays.items():
+                device.register(key + _KEYS_APART * rail, array)
+            fields = {"signal_rkey": SIGNAL_RKEY + _KEYS_APART * rail, "max_message": max_message, "reads": reads}
+            if fetch_add:
+                fields |= adding(self.scratch) | {"scratch_lkey": SCRATCH_LKEY + _KEYS_APART * rail}
+            rails.append(verbs_options(device.qp, send_depth=send_depth, cq_depth=cq_depth, **fields))
+        options = (
+            rails[0]
+            if len(rails) == 1
+            else RailsOptions.of(rails, speeds, home=home, cut=cut, **self._make_mail(len(rails)))
         )
         self.connection = service.connect("verbs", options, peer=rank)
-        self.source_id = service.add_memory(source.ctypes.data, source.nbytes, LKEY)
-        self.destination_id = service.add_memory(destination.ctypes.data, destination.nbytes, RKEY)
+        keys = [sum(key + _KEYS_APART * rail << 32 * rail for rail in range(len(rails))) for key in (LKEY, RKEY)]
+        self.source_id = service.add_memory(source.ctypes.data, source.nbytes, keys[0])
+        self.destination_id = service.add_memory(destination.ctypes.data, destination.nbytes, keys[1])
         self.channels = [service.reserve_channel(self.connection) for _ in range(channels)]
         for i, channel in enumerate(self.channels):
             service.set_channel(channel, self.connection, self.words[i:].ctypes.data)
+
+    def _make_mail(self, rails: int) -> dict[str, int]:
+        """Makes the memory in which two ends of a connection report failed rails. Returns options that name it."""
+        nbytes = ffi.sizeof("ProxycclRailsMail")
+        self.mail, self.peer_mail = (np.zeros(nbytes // 8, np.uint64) for _ in range(2))
+        keys = []
+        for key, array in ((MAIL_LKEY, self.mail), (MAIL_RKEY, self.peer_mail)):
+            for rail, device in enumerate(self.devices):
+                device.register(key + _KEYS_APART * rail, array)
+            keys.append(sum(key + _KEYS_APART * rail << 32 * rail for rail in range(rails)))
+        own, peer = self.mail.ctypes.data, self.peer_mail.ctypes.data
+        return {"mail": own, "mail_keys": keys[0], "peer_mail": peer, "peer_mail_keys": keys[1]}
 
 
 class Loop:
@@ -250,13 +271,13 @@ class Loop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for peer in self.peers:
-            peer.device.allow(-1)
+        for device in itertools.chain.from_iterable(peer.devices for peer in self.peers):
+            device.allow(-1)
         ended = self.service.close(TIMEOUT)
         assert ended or error is not None, "the proxy does not end"
         if ended:
-            for peer in self.peers:
-                peer.device.__exit__(kind, error, trace)
+            for device in itertools.chain.from_iterable(peer.devices for peer in self.peers):
+                device.__exit__(kind, error, trace)
             self._segment.close()
 
     def push(self, peer: int, operation: Operation, size: int = 0, *, count: int = 1, **where: Any) -> int:

@@ -84,8 +84,7 @@ def this_library(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     loopback interface.
     """
     monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)
-    monkeypatch.setenv("PROXYCCL_FABRIC_PROVIDER", "tcp")
-    monkeypatch.setenv("PROXYCCL_FABRIC_INTERFACE", "=lo")
+    monkeypatch.setenv("PROXYCCL_FABRIC", "provider=tcp,interface==lo")
     load.cache_clear()
     yield
     load.cache_clear()

@@ -28,16 +28,37 @@ def packets_sent(interface: str) -> int:
     return int(Path("/sys/class/net", interface, "statistics/tx_packets").read_text())
 
 
-class Wire:
-    """The wire between the two devices. End n is at device n."""
+def add_second() -> None:
+    """Adds the devices rxe2 and rxe3, which stay until `remove_second`, and the wire between them."""
+    run("sh", str(WIRE_SCRIPT), "second")
 
-    def __init__(self) -> None:
+
+def remove_second() -> None:
+    for device in ("rxe2", "rxe3"):
+        run("rdma", "link", "delete", device)
+    run("ip", "link", "delete", "veth2")
+    for rule in (
+        ("pref", "1", "iif", "veth2"),
+        ("pref", "1", "iif", "veth3"),
+        *(("to", f"10.9.2.{i}") for i in (1, 2)),
+    ):
+        run("ip", "rule", "delete", *rule)
+
+
+class Wire:
+    """The wire between two devices. End n is at device n. `first` is the number of the first end's interface: 0 for the
+    wire that the machine has from its start, 2 for the wire that `add_second` adds.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self._first = first
+        self._interfaces = [f"veth{first}", f"veth{first + 1}"] if first else INTERFACES
         self._disturbed: set[str] = set()
         self._cut = False
 
     def disturb(self, *netem: str) -> None:
         """Disturbs both ends by netem, with the arguments of tc, such as disturb("loss", "3%", "delay", "1ms")."""
-        for interface in INTERFACES:
+        for interface in self._interfaces:
             run("tc", "qdisc", "replace", "dev", interface, "root", "netem", *netem)
             self._disturbed.add(interface)
 
@@ -47,7 +68,7 @@ class Wire:
         The ports of both devices go down. Requests of device `end` fail immediately; requests of the other device are
         lost.
         """
-        run("ip", "link", "set", INTERFACES[end], "down")
+        run("ip", "link", "set", self._interfaces[end], "down")
         self._cut = True
 
     def restore(self) -> None:
@@ -55,5 +76,5 @@ class Wire:
         while self._disturbed:
             run("tc", "qdisc", "del", "dev", self._disturbed.pop(), "root")
         if self._cut:
-            run("sh", str(WIRE_SCRIPT), "restore")
+            run("sh", str(WIRE_SCRIPT), "restore", str(self._first))
             self._cut = False

@@ -1,0 +1,120 @@
+"""Measures, by sysfs, how near this machine's network devices are to a GPU or a NUMA node."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from proxyccl.proxy.processes import parse_cores
+
+SYSFS = Path("/sys")
+_HOST_BRIDGE = re.compile("pci[0-9a-f]{4,}:[0-9a-f]{2}")
+
+Near = str | int | None
+"""A rank's place: the PCI address of its GPU in the form of sysfs, or a NUMA node, or None if all devices are equally
+near.
+"""
+
+SAME_SWITCH, SAME_BRIDGE, SAME_NODE, OTHER_NODE, UNKNOWN = range(5)
+KINDS = ("same PCIe switch", "same host bridge", "same NUMA node", "other NUMA node", "unknown place")
+
+
+class Nearness(NamedTuple):
+    """How near a device is to a place; nearer devices have smaller values.
+
+    Attributes:
+        kind: the index in `KINDS`.
+        distance: for PCI devices below one host bridge, the number of bridges and devices on the way; between NUMA
+            nodes, the distance that the firmware reports; otherwise 0.
+    """
+
+    kind: int
+    distance: int
+
+
+class NearnessTo:
+    """Measures how near devices are to a place.
+
+    Args:
+        near: the place. If sysfs does not know a PCI address, all devices are equally near.
+        root: the directory where sysfs is mounted.
+    """
+
+    def __init__(self, near: Near, root: Path = SYSFS) -> None:
+        device = root / "bus/pci/devices" / near if isinstance(near, str) else None
+        self._path = pci_path(device) if device is not None else ()
+        node = numa_node_of(device) if device is not None else near if isinstance(near, int) else None
+        self._unplaced = not self._path and node is None
+        self._distances: dict[int, int] = {}
+        if node is not None:
+            texts = read(root / f"devices/system/node/node{node}/distance").split()
+            self._distances = dict(zip(numa_nodes(root), map(int, texts), strict=False)) | {node: 0}
+
+    def __call__(self, path: tuple[str, ...], node: int | None) -> Nearness:
+        """Returns the nearness of a device, given its `pci_path` and its NUMA node."""
+        if self._unplaced:
+            return Nearness(UNKNOWN, 0)
+        distance = None if node is None else self._distances.get(node)
+        pairs = zip(self._path, path, strict=False)
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        way = len(self._path) + len(path) - 2 * common
+        if common > 1:
+            return Nearness(SAME_SWITCH, way)
+        if common == 1 and not distance:  # a virtual machine may show all devices of all NUMA nodes below one bridge
+            return Nearness(SAME_BRIDGE, way)
+        if distance is None:
+            return Nearness(UNKNOWN, 0)
+        return Nearness(OTHER_NODE, distance) if distance else Nearness(SAME_NODE, 0)
+
+
+def pci_path(device: Path) -> tuple[str, ...]:
+    """Returns the names of a PCI device's host bridge, of the bridges between the host bridge and the device, and of
+    the device. Returns () for another kind of device. `device` is the device's directory in sysfs, or a link to it.
+    """
+    parts = Path(os.path.realpath(device)).parts
+    return next((parts[i:] for i, part in enumerate(parts) if _HOST_BRIDGE.fullmatch(part)), ())
+
+
+def numa_node_of(device: Path) -> int | None:
+    """Returns a device's NUMA node; None if unknown."""
+    try:
+        node = int(read(device / "numa_node"))
+    except ValueError:
+        return None
+    return node if node >= 0 else None
+
+
+def place_of(gpu: str | None, root: Path = SYSFS) -> Near:
+    """Returns the place of a rank, given the PCI address of its GPU, or None: the GPU if sysfs knows the address, else
+    the NUMA node to whose cores this process is bound, else None.
+    """
+    if gpu is not None and (root / "bus/pci/devices" / gpu).exists():
+        return gpu
+    return process_numa_node(root)
+
+
+def read(path: Path | str) -> str:
+    """Returns the text of a file in sysfs; "" if the file is absent or can't be read, as that of an empty GID."""
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def numa_nodes(root: Path = SYSFS) -> list[int]:
+    """Returns the numbers of the machine's NUMA nodes."""
+    return sorted(int(path.name[4:]) for path in (root / "devices/system/node").glob("node[0-9]*"))
+
+
+def process_numa_node(root: Path = SYSFS) -> int | None:
+    """Returns the NUMA node to whose cores this process is bound; None if the process may run on several nodes."""
+    allowed = os.sched_getaffinity(0)
+    for node in numa_nodes(root):
+        cpus = read(root / f"devices/system/node/node{node}/cpulist")
+        if cpus and allowed <= set(parse_cores(cpus)):
+            return node
+    return None

@@ -1,0 +1,67 @@
+"""Which network adapter a rank uses, on recorded machines (support/machines)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from proxyccl import RdmaOptions, rdma_devices
+from proxyccl.proxy.verbs.devices import choose_device
+from proxyccl.tools import info
+from support.sysfs import expand, put
+
+NEAREST = {
+    "dgx_h100": ["mlx5_0", "mlx5_3", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_9", "mlx5_10", "mlx5_11"],
+    "mi300x": [f"bnxt_re{i}" for i in range(8)],
+    "one_adapter": ["mlx5_0", "mlx5_0"],
+    "mixed": ["mlx5_0", "mlx5_0", "mlx5_3", "mlx5_3"],
+}
+"""For each machine, the adapter of each GPU's rank. On the mixed machine all ranks use InfiniBand."""
+
+
+@pytest.mark.parametrize("machine", NEAREST)
+def test_each_rank_uses_the_adapter_nearest_to_its_gpu(machine: str, tmp_path: Path) -> None:
+    gpus = expand(machine, tmp_path)
+    devices = rdma_devices(tmp_path)
+    chosen = [
+        choose_device(devices, RdmaOptions(), gpu, local_rank=rank, root=tmp_path).device.name
+        for rank, gpu in enumerate(gpus.values())
+    ]
+    assert chosen == NEAREST[machine]
+
+
+def test_a_named_adapter_of_the_other_kind_is_used(tmp_path: Path) -> None:
+    gpus = expand("mixed", tmp_path)
+    options = RdmaOptions(device="mlx5_1")
+    assert choose_device(rdma_devices(tmp_path), options, gpus["gpu3"], root=tmp_path).device.name == "mlx5_1"
+
+
+def test_without_its_nearest_adapter_a_rank_uses_another_of_its_numa_node(tmp_path: Path) -> None:
+    gpus = expand("dgx_h100", tmp_path)
+    put(tmp_path / "class/infiniband/mlx5_9/ports/1", {"state": "1: DOWN"})
+    devices = rdma_devices(tmp_path)
+    others = [choose_device(devices, RdmaOptions(), gpus["gpu5"], local_rank=i, root=tmp_path) for i in range(3)]
+    assert [choice.device.name for choice in others] == ["mlx5_10", "mlx5_11", "mlx5_6"]
+
+
+def test_ranks_on_a_numa_node_without_a_gpu_share_its_adapters(tmp_path: Path) -> None:
+    expand("mi300x", tmp_path)
+    devices = rdma_devices(tmp_path)
+    chosen = [choose_device(devices, RdmaOptions(), 1, local_rank=i, root=tmp_path).device.name for i in range(5)]
+    assert chosen == ["bnxt_re4", "bnxt_re5", "bnxt_re6", "bnxt_re7", "bnxt_re4"]
+
+
+def test_a_gpu_that_sysfs_does_not_know_is_near_to_no_adapter(tmp_path: Path) -> None:
+    expand("one_adapter", tmp_path)
+    choice = choose_device(rdma_devices(tmp_path), RdmaOptions(), "0000:99:00.0", root=tmp_path)
+    assert choice.device.name == "mlx5_0"
+
+
+def test_info_lists_the_adapters_of_each_gpu_by_nearness(tmp_path: Path) -> None:
+    gpus = expand("mixed", tmp_path)
+    findings = info._placement({"cuda:1": gpus["gpu1"], "NUMA node 1": 1}, tmp_path)
+    assert {finding.name: finding.detail for finding in findings} == {
+        "cuda:1": "same NUMA node: mlx5_0 port 1 200 Gbit/s; other NUMA node: mlx5_3 port 1 200 Gbit/s",
+        "NUMA node 1": "same NUMA node: mlx5_3 port 1 200 Gbit/s; other NUMA node: mlx5_0 port 1 200 Gbit/s",
+    }
