@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl.channels import array_libraries
-from proxyccl.channels.timeouts import timeout_from
+from proxyccl.channels.timeouts import as_seconds, timeout_from
 from proxyccl.channels.transfers.blocks import Rows, as_rows
 from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached
 from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slices
@@ -32,9 +32,18 @@ from proxyccl.channels.transfers.errors import (
     UnknownAgentError,
 )
 from proxyccl.channels.transfers.fabric import AgentFabric, open_fabric
-from proxyccl.channels.transfers.grants import GRANT, Fence, Grant, GrantMessage, as_granted, numbers_of
+from proxyccl.channels.transfers.grants import (
+    GRANT,
+    Blocks,
+    BlocksOfHost,
+    Fence,
+    Grant,
+    GrantMessage,
+    as_granted,
+    numbers_of,
+)
 from proxyccl.channels.transfers.host_memory import mapped_memory, shares_of
-from proxyccl.channels.transfers.ledger import Ledger
+from proxyccl.channels.transfers.ledger import Ledger, Locks
 from proxyccl.channels.transfers.losses import event_of_losses
 from proxyccl.channels.transfers.metadata import LONGEST_NAME, METADATA, Metadata, Place
 from proxyccl.channels.transfers.paths import (
@@ -49,7 +58,7 @@ from proxyccl.channels.transfers.peers import Peer
 from proxyccl.channels.transfers.preparing import Pair, Preparer, Side, kind_of
 from proxyccl.channels.transfers.published import Published
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, is_unicode, require_valid
-from proxyccl.channels.transfers.transfer import State, Transfer, has_ended, set_check, set_guard, set_label
+from proxyccl.channels.transfers.transfer import State, Transfer, has_ended, set_guard, set_label
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import Array, as_view
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
@@ -67,7 +76,6 @@ if TYPE_CHECKING:
     from proxyccl.proxy._transfers import ProxycclAgentPointer, ProxycclStagingPointer
 
 _CONNECT_SECONDS = 10.0
-_LONGEST_LEASE = 1e9
 _LEAST_WORDS = 512
 _LENGTHS = struct.Struct("=QQ")
 _LOG = logging.getLogger("proxyccl.transfer")
@@ -392,9 +400,7 @@ class Agent:
         rows = as_granted(blocks)
         ends = 0
         if lease is not None:
-            if isinstance(lease, bool) or not isinstance(lease, int | float) or not 0 < lease <= _LONGEST_LEASE:
-                raise ArgumentError("lease", f"must be seconds from 0 to {_LONGEST_LEASE:g}, or None, not {lease!r}")
-            ends = time.monotonic_ns() + int(1e9 * lease)
+            ends = time.monotonic_ns() + int(1e9 * as_seconds(lease, "lease", "must be a positive number of seconds"))
         with self._lock:
             self._require_open()
             kind_of(self._own, rows[:, 0], rows[:, 1], "local", "")
@@ -422,18 +428,18 @@ class Agent:
             self._ledger.revoke(numbers)
             raise
 
-    def _fence(self, message: GrantMessage, name: str, known: Peer | None, rows: Rows) -> Fence:
-        """Makes the check of a read of granted blocks. Raises StaleReadError if the grant's agent has ended, and
-        NotGrantedError.
+    def _granted(self, message: GrantMessage, name: str, known: Peer | None, rows: Rows) -> Blocks:
+        """Finds a transfer's blocks in a grant. Raises StaleReadError if the grant's agent has ended, NotGrantedError,
+        and ResourceError.
         """
         numbers = numbers_of(message, rows)
         if message.token != (self._token if known is None else known.token):
             generations = {index: int(number) for index, number in enumerate(numbers)}
             raise StaleReadError(f"the grant is of a former agent {name}, which has ended", name, generations, [])
-        ledger = self._ledger if known is None else known.ledger
-        if ledger is not None:
-            return Fence(message, rows, numbers, ledger)
-        assert known is not None
+        if known is None:
+            return BlocksOfHost(message, rows, numbers, self._ledger, Locks(self._ledger.handle))
+        if known.ledger is not None:
+            return BlocksOfHost(message, rows, numbers, known.ledger, known.ledger.locks())
         words_there = Region(message.ledger, lib.PROXYCCL_LEDGER_WORDS * 8)
         if words_there not in known.regions:
             self.add(message.metadata)
@@ -442,7 +448,7 @@ class Agent:
         at = np.uint64(message.ledger) + numbers % np.uint64(lib.PROXYCCL_LEDGER_WORDS) * np.uint64(words.itemsize)
         here = np.uint64(region.address) + np.arange(len(numbers), dtype=np.uint64) * np.uint64(words.itemsize)
         look = self.prepare("read", name, np.column_stack((here, at, np.full_like(at, words.itemsize))))
-        fence = Fence(message, rows, numbers, None, look, words[: len(numbers)])
+        fence = Fence(message, rows, numbers, look, words[: len(numbers)])
         forks.finalizer(fence, self._idle_words.append, (region, words, look))
         return fence
 
@@ -744,7 +750,7 @@ class Agent:
         if message is not None and writes:
             raise ArgumentError("grant", "protects reads; leave this argument out of a write")
         link = self._link(name, known)
-        fence = None if message is None else self._fence(message, name, known, rows)
+        granted = None if message is None else self._granted(message, name, known, rows)
         moved = rows[rows[:, 2] > 0]
         with self._lock:
             here, here_rows = ours.holders(moved[:, 0], self._own)
@@ -755,8 +761,8 @@ class Agent:
         ledger = self._ledger if known is None else known.ledger
         if ledger is not None:
             set_guard(transfer, True, ledger, there_rows)
-        if fence is not None:
-            set_check(transfer, fence)
+        if granted is not None:
+            granted.guard(transfer)
         return set_label(transfer, self._published.label(name, transfer.path.name))
 
     def read(self, peer: str, blocks: Any, *, message: bytes | None = None, grant: bytes | None = None) -> Transfer:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from proxyccl.channels.transfers.device_memory import Devices
     from proxyccl.channels.transfers.ledger import Ledger
     from proxyccl.channels.transfers.paths import Link, Path
-    from proxyccl.proxy._transfers import ProxycclTransferPointer
+    from proxyccl.proxy._transfers import ProxycclGrantedPointer, ProxycclTransferPointer
 
 
 class State(Enum):
@@ -49,15 +49,22 @@ class State(Enum):
     LOST = lib.PROXYCCL_TRANSFER_LOST
     REFUSED = lib.PROXYCCL_TRANSFER_REFUSED
     FAILED = lib.PROXYCCL_TRANSFER_FAILED
-    STALE = -1
+    STALE = lib.PROXYCCL_TRANSFER_STALE
     """The owner revoked a granted block before the read was complete."""
 
 
-class Check(Protocol):
-    """A check that follows the copies of a transfer. Any thread may call the methods."""
+class Granted(Protocol):
+    """The granted blocks of a transfer. Any thread may call the methods."""
+
+    def raise_stale(self, *, started: bool = True) -> None:
+        """Raises the error of the state STALE or, if `started` is False, of a start that was refused."""
+
+
+class Check(Granted, Protocol):
+    """A check that follows the copies of a transfer."""
 
     def begin(self) -> None:
-        """Allows the next start, or raises StaleReadError before anything moves. Raises ActiveError during a check."""
+        """Allows the next start. Raises ActiveError during a check."""
 
     def poll(self, run: int) -> State:
         """Begins the check of a run, whose copies have ended, if it has not begun. Later runs have greater numbers.
@@ -66,9 +73,6 @@ class Check(Protocol):
 
     def wait(self, seconds: float) -> None:
         """Waits until the check has ended. Raises nothing."""
-
-    def raise_error(self) -> None:
-        """Raises the error of the state STALE."""
 
     def cancel(self, timeout: float | None) -> None:
         """Cancels the check if it is active. Has the argument and the error of `Transfer.cancel`."""
@@ -161,6 +165,7 @@ class Transfer:
         self._link = link
         self._closed = False
         self._process = forks.here()
+        self._granted: Granted | None = None
         self._check: Check | None = None
         self._run = 0  # the number of the last start of a transfer with a check; -1 during the start
         self._kept: list[object] = [None, lists, copier, kept]
@@ -212,8 +217,9 @@ class Transfer:
             queue = require_no_capture(copier.runtime, stream)
             turn = self._kept[_TURN] = Turn(copier)
             status = turn.start(handle, data, nbytes, queue)
-        if status:
-            raise_status(status, self.peer)
+        if status == errno.ESTALE and self._granted is not None:
+            self._granted.raise_stale(started=False)
+        raise_status(status, self.peer)
 
     @property
     def state(self) -> State:
@@ -315,8 +321,8 @@ class Transfer:
             case State.CANCELED:
                 raise CanceledError(f"the transfer with agent {self.peer} was canceled", self.peer)
             case State.STALE:
-                assert self._check is not None
-                self._check.raise_error()
+                assert self._granted is not None
+                self._granted.raise_stale()
             case State.LOST:
                 assert self._link is not None
                 raise DisconnectedError(f"agent {self.peer}: {self._link.lost}", self.peer)
@@ -357,10 +363,18 @@ def set_guard(transfer: Transfer, remote: bool, ledger: Ledger, rows: Rows) -> N
     lib.proxyccl_transfer_guard(transfer._open(), remote, ledger.pointer, pointer, len(kept))
 
 
-def set_check(transfer: Transfer, check: Check) -> Transfer:
+def set_check(transfer: Transfer, check: Check) -> None:
     """Makes a transfer end only after a check. Call `set_check` before the first start."""
-    transfer._check = check
-    return transfer
+    transfer._granted = transfer._check = check
+
+
+def set_grant(transfer: Transfer, granted: Granted, in_engine: ProxycclGrantedPointer) -> None:
+    """Makes the engine check a transfer's grant. `granted` keeps the memory and the descriptor of `in_engine`. Call
+    `set_grant` before the first start.
+    """
+    transfer._granted = granted
+    transfer._kept.append(granted)
+    lib.proxyccl_transfer_set_grant(transfer._open(), in_engine)
 
 
 def set_label(transfer: Transfer, number: int) -> Transfer:
