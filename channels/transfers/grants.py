@@ -11,15 +11,21 @@ import contextlib
 import threading
 import time
 from types import TracebackType
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
-from msgspec import Meta
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from proxyccl.channels.timeouts import as_seconds
 from proxyccl.channels.transfers.blocks import Rows, as_rows, find_outside
-from proxyccl.channels.transfers.errors import ActiveError, MetadataError, NotGrantedError, StaleReadError
+from proxyccl.channels.transfers.errors import (
+    ActiveError,
+    DisconnectedError,
+    MetadataError,
+    NotGrantedError,
+    StaleReadError,
+)
 from proxyccl.channels.transfers.ledger import Ledger, Locks
 from proxyccl.channels.transfers.metadata import LONGEST_NAME
 from proxyccl.channels.transfers.transfer import Check, Granted, State, Transfer, set_check, set_grant
@@ -28,6 +34,9 @@ from proxyccl.device.process import forks
 from proxyccl.proxy._transfers import ffi
 from proxyccl.proxy.codec import Codec, Message, Uint64
 from proxyccl.proxy.hosts import boot_id
+
+if TYPE_CHECKING:
+    from proxyccl.channels.transfers.paths import Link
 
 _LIMIT = 64 << 20
 _COLUMNS = 3
@@ -40,8 +49,6 @@ class GrantMessage(Message, frozen=True):
         agent, token: the owner's name and token.
         host: the boot id of the owner's machine.
         deadline: the end of the lease in ns of the host's CLOCK_MONOTONIC; 0 without a lease.
-        ledger: the address of the owner's ledger in the owner's process.
-        metadata: the owner's metadata, which contain only the ledger's region.
         rows: uint64 of shape (N, 3), as bytes: each block's address, size and number, sorted by address.
     """
 
@@ -50,8 +57,6 @@ class GrantMessage(Message, frozen=True):
     token: Annotated[bytes, Meta(max_length=64)]
     host: Annotated[str, Meta(max_length=64)]
     deadline: Uint64
-    ledger: Uint64
-    metadata: Annotated[bytes, Meta(max_length=1 << 20)]
     rows: bytes
 
     def __post_init__(self) -> None:
@@ -154,9 +159,24 @@ def as_granted(blocks: Any) -> Rows:
     return rows
 
 
-def numbers_of(message: GrantMessage, rows: Rows) -> NDArray[np.uint64]:
-    """Returns for each row of (local address, remote address, bytes) the number of the granted block that contains the
-    remote bytes.
+class Found(Struct, frozen=True, eq=False):
+    """The part of a grant that a transfer uses.
+
+    Attributes:
+        owner: the name of the grant's agent.
+        numbers: for each of the transfer's rows, the number of its granted block.
+        grant: the number of the grant's first block.
+        deadline: the end of the lease in ns of this host's CLOCK_MONOTONIC; 0 without a lease, or on another host.
+    """
+
+    owner: str
+    numbers: NDArray[np.uint64]
+    grant: int
+    deadline: int = 0
+
+
+def find_blocks(message: GrantMessage, rows: Rows) -> Found:
+    """Finds for each row of (local address, remote address, bytes) the granted block that contains the remote bytes.
 
     Raises:
         NotGrantedError: the remote bytes of a row do not lie within one granted block.
@@ -170,22 +190,21 @@ def numbers_of(message: GrantMessage, rows: Rows) -> NDArray[np.uint64]:
             f"{message.agent}",
             message.agent,
         )
-    found: NDArray[np.uint64] = numbers[np.searchsorted(starts, rows[:, 1], "right") - 1]
-    return found
+    of_rows: NDArray[np.uint64] = numbers[np.searchsorted(starts, rows[:, 1], "right") - 1]
+    deadline = message.deadline if message.host == boot_id() else 0
+    return Found(message.agent, of_rows, int(numbers[0]), deadline)
 
 
 class Blocks(Granted):
     """The granted blocks of a transfer.
 
     Args:
-        message: the grant.
+        found: the blocks' numbers, and the grant.
         rows: the transfer's blocks, as the caller has passed them.
-        numbers: for each row, the number of its granted block.
     """
 
-    def __init__(self, message: GrantMessage, rows: Rows, numbers: NDArray[np.uint64]) -> None:
-        self._owner, self._rows, self._numbers = message.agent, rows, numbers
-        self._deadline = message.deadline if message.host == boot_id() else 0
+    def __init__(self, found: Found, rows: Rows) -> None:
+        self._owner, self._deadline, self._rows, self._numbers = found.owner, found.deadline, rows, found.numbers
 
     def guard(self, transfer: Transfer) -> None:
         """Makes a transfer that was not started check the grant."""
@@ -210,11 +229,9 @@ class BlocksOfHost(Blocks):
     is the ledger's file.
     """
 
-    def __init__(
-        self, message: GrantMessage, rows: Rows, numbers: NDArray[np.uint64], ledger: Ledger, locks: Locks
-    ) -> None:
-        super().__init__(message, rows, numbers)
-        self._ledger, self._locks, self._grant = ledger, locks, int(message.blocks[0, 2])
+    def __init__(self, found: Found, rows: Rows, ledger: Ledger, locks: Locks) -> None:
+        super().__init__(found, rows)
+        self._ledger, self._locks, self._grant = ledger, locks, found.grant
 
     def guard(self, transfer: Transfer) -> None:
         numbers = ffi.cast("uint64_t *", self._numbers.ctypes.data)
@@ -232,31 +249,28 @@ class Fence(Blocks, Check):
     be mapped.
 
     Args:
-        look: a transfer that reads the words of the numbers into `words`.
-        words: the words of the numbers, in the same order.
+        look: a transfer that reads the words of the numbers into `words`, in the order of `np.unique`.
     """
 
-    def __init__(
-        self,
-        message: GrantMessage,
-        rows: Rows,
-        numbers: NDArray[np.uint64],
-        look: Transfer,
-        words: NDArray[np.uint64],
-    ) -> None:
-        super().__init__(message, rows, numbers)
+    def __init__(self, found: Found, rows: Rows, look: Transfer, words: NDArray[np.uint64]) -> None:
+        super().__init__(found, rows)
         self._look, self._words = look, words
+        self._unique, self._places = np.unique(self._numbers, return_inverse=True)
+        self._link: Link | None = None
+        self._message: bytes | None = None  # of the last start
         self._lock = threading.Lock()  # held while `look` is started, polled or canceled
         self._looked = 0  # the last run for which `look` was started
         self._settled = 0, State.NEW  # a run and its outcome, in one object, because threads read it without a lock
         self._found: tuple[NDArray[np.bool_], str] | None = None  # the stale blocks, and when they were revoked
 
     def guard(self, transfer: Transfer) -> None:
-        set_check(transfer, self)
+        self._link = set_check(transfer, self)
 
-    def begin(self) -> None:
-        if self._looked > self._settled[0]:
-            raise ActiveError(f"the read of agent {self._owner} is active: its grant is being checked", self._owner)
+    def begin(self, message: bytes | None) -> None:
+        with self._lock:
+            if self._looked > self._settled[0]:
+                raise ActiveError(f"the read of agent {self._owner} is active: its grant is being checked", self._owner)
+            self._message = message
 
     def poll(self, run: int) -> State:
         settled, outcome = self._settled
@@ -279,9 +293,9 @@ class Fence(Blocks, Check):
             except ProxyCCLError as error:
                 self._looked = run
                 return self._settle(run, np.ones(len(self._rows), bool), f"or can't be asked: {error}")
-            words, numbers = self._words, self._numbers
-            revoked = np.full(len(words), self._is_late()) | ((words != numbers) & (words != ~numbers))
-            return self._settle(run, revoked, "during the read")
+            words, numbers = self._words, self._unique
+            revoked = (words != numbers) & (words != ~numbers) | self._is_late()
+            return self._settle(run, revoked[self._places], "during the read")
 
     def wait(self, seconds: float) -> None:
         with contextlib.suppress(ProxyCCLError):  # `poll` finds the reason
@@ -298,9 +312,14 @@ class Fence(Blocks, Check):
                 self._settled = self._looked, State.CANCELED
 
     def _settle(self, run: int, stale: NDArray[np.bool_], when: str) -> State:
-        found = bool(stale.any())
-        if found:
-            self._found = stale, when
-        outcome = State.STALE if found else State.DONE
+        outcome = State.DONE
+        if stale.any():
+            self._found, outcome = (stale, when), State.STALE
+        elif self._message is not None:
+            assert self._link is not None
+            try:
+                self._link.tell(self._message)
+            except DisconnectedError:
+                outcome = State.LOST
         self._settled = run, outcome
         return outcome

@@ -28,7 +28,19 @@ if TYPE_CHECKING:
     from proxyccl.proxy._transfers import Uint64Pointer
 
 _WORDS: int = lib.PROXYCCL_LEDGER_WORDS
-_NBYTES = _WORDS * 8  # unused pages take no memory
+LEDGER_BYTES = _WORDS * 8  # unused pages take no memory
+MOST_KEYS = 1 << 40
+_KEY_SLOTS = 1 << 16
+"""The number of slots for grants with keys, which are the last of a ledger."""
+
+_SLOTS = _WORDS - _KEY_SLOTS
+
+_KEY_BIRTHS = 1 << 42
+
+
+def number_of(key: int) -> int:
+    """Returns the number of a grant with a key, from 0 to `MOST_KEYS` - 1."""
+    return (_KEY_BIRTHS + key) * _WORDS + _WORDS - 1 - key % _KEY_SLOTS
 
 
 class Locks:
@@ -89,15 +101,15 @@ class Ledger:
     @classmethod
     def make(cls) -> Ledger:
         """Makes a new ledger. Raises ResourceError if the ledger can't be allocated."""
-        return cls(SharedMemory.allocate(_NBYTES))
+        return cls(SharedMemory.allocate(LEDGER_BYTES))
 
     @classmethod
     def open(cls, handle: bytes) -> Ledger:
         """Maps a peer's ledger by its handle. Raises ArgumentError or ResourceError if the ledger can't be mapped."""
         memory = SharedMemory.open(handle)
-        if memory.nbytes != _NBYTES:
+        if memory.nbytes != LEDGER_BYTES:
             memory.close()
-            raise ArgumentError("handle", f"it names {memory.nbytes} bytes, not a ledger of {_NBYTES}")
+            raise ArgumentError("handle", f"it names {memory.nbytes} bytes, not a ledger of {LEDGER_BYTES}")
         return cls(memory)
 
     @property
@@ -155,6 +167,22 @@ class Ledger:
             self.words[slots], self._granted[slots] = numbers, True
         return numbers
 
+    def grant_by_key(self, key: int) -> int:
+        """Returns the number of the grant with a key. Raises ResourceError like `grant`, or if the key's word is in
+        use.
+        """
+        self.locks()
+        number = number_of(key)
+        with self._lock:
+            slot = number % _WORDS
+            if self._granted[slot]:
+                raise ResourceError(
+                    f"key {key} can't be used while the grant with key {key} or another one that differs by a multiple "
+                    f"of {_KEY_SLOTS} is not revoked"
+                )
+            self.words[slot], self._granted[slot] = number, True
+        return number
+
     def revoke(self, numbers: NDArray[np.uint64], *, ends: bool = True) -> None:
         """Revokes granted blocks: no transfer of these blocks starts afterwards. If `ends` is True, active reads of the
         blocks become stale, and the memory may be overwritten. Does nothing for blocks that are revoked already.
@@ -166,7 +194,7 @@ class Ledger:
             lib.proxyccl_ledger_revoke(self.pointer, ffi.cast("uint64_t *", revoked.ctypes.data), len(revoked), ends)
             if ends:
                 self._granted[slots] = False
-                self._unused += slots.tolist()
+                self._unused += slots[slots < _SLOTS].tolist()
 
     def wait(self, grant: int, seconds: float) -> bool:
         """Waits at most `seconds` until no transfer on this host holds a lock of a grant, which `grant`, the number of
@@ -193,9 +221,9 @@ class Ledger:
         taken = min(count, len(self._unused))
         slots = [self._unused.pop() for _ in range(taken)]
         slots += itertools.islice(self._next, count - taken)
-        if slots and max(slots) >= _WORDS:
-            self._unused += [slot for slot in slots if slot < _WORDS]
-            raise ResourceError(f"an agent has at most {_WORDS - 1} registered regions and granted blocks")
+        if slots and max(slots) >= _SLOTS:
+            self._unused += [slot for slot in slots if slot < _SLOTS]
+            raise ResourceError(f"an agent has at most {_SLOTS - 1} registered regions and granted blocks")
         return slots
 
     def close(self) -> None:

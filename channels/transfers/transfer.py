@@ -63,12 +63,12 @@ class Granted(Protocol):
 class Check(Granted, Protocol):
     """A check that follows the copies of a transfer."""
 
-    def begin(self) -> None:
-        """Allows the next start. Raises ActiveError during a check."""
+    def begin(self, message: bytes | None) -> None:
+        """Allows the next start, and sends `message` after a successful check. Raises ActiveError during a check."""
 
     def poll(self, run: int) -> State:
         """Begins the check of a run, whose copies have ended, if it has not begun. Later runs have greater numbers.
-        Returns ACTIVE, DONE, STALE or CANCELED.
+        Returns ACTIVE, DONE, STALE, LOST or CANCELED.
         """
 
     def wait(self, seconds: float) -> None:
@@ -181,7 +181,9 @@ class Transfer:
         """Starts the transfer, and returns without waiting for its end.
 
         Args:
-            message: a message that the peer receives after all data; None to send no message.
+            message: a message that the peer receives after all data; None to send no message. With a grant, the message
+                is sent only if the read is not stale; if the peer is on another host, the call that finds the transfer
+                done (`done`, `wait` or `state`) sends the message.
             stream: a device's stream. The transfer begins after the stream's earlier work, and the stream's later work
                 waits until the transfer has ended or failed. If a device copies, `stream` must be a stream of that
                 device. If `stream` is None, the transfer does not wait for any stream.
@@ -197,8 +199,10 @@ class Transfer:
         else:
             self._run = -1
             try:
-                self._check.begin()
-                self._post(message, stream)
+                if message is not None and len(message) > lib.PROXYCCL_LONGEST_MESSAGE:
+                    raise_status(errno.EMSGSIZE, self.peer)
+                self._check.begin(message)
+                self._post(None, stream)
             finally:
                 self._run = next(_runs)
         return self
@@ -363,9 +367,10 @@ def set_guard(transfer: Transfer, remote: bool, ledger: Ledger, rows: Rows) -> N
     lib.proxyccl_transfer_guard(transfer._open(), remote, ledger.pointer, pointer, len(kept))
 
 
-def set_check(transfer: Transfer, check: Check) -> None:
-    """Makes a transfer end only after a check. Call `set_check` before the first start."""
+def set_check(transfer: Transfer, check: Check) -> Link | None:
+    """Makes a transfer end only after a check. Returns the transfer's link. Call `set_check` before the first start."""
     transfer._granted = transfer._check = check
+    return transfer._link
 
 
 def set_grant(transfer: Transfer, granted: Granted, in_engine: ProxycclGrantedPointer) -> None:

@@ -20,7 +20,7 @@ from proxyccl.channels.transfers import agent as agent_module
 from proxyccl.channels.transfers.errors import MetadataError
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
-from proxyccl.device.errors import ArgumentError, ClosedError
+from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 from proxyccl.nixl._api import nixl_agent
 from proxyccl.nixl.errors import nixlBackendError, nixlInvalidParamError
 from proxyccl.transfer import (
@@ -89,18 +89,18 @@ class Held:
     asked for the state.
     """
 
-    def __init__(self, agent: Agent, transfer: Transfer, *, far: bool = False) -> None:
+    def __init__(self, agent: Agent, transfer: Transfer, *, far: bool = False, message: bytes | None = None) -> None:
         self.transfer, self._far, self._runtime = transfer, far, one_runtime()
         agent.register(Array(self._runtime, self._runtime.allocate(8), (8,), as_dtype("uint8")))  # to use its streams
         self._gate = self._runtime.allocate_pinned(8)
         if far:
-            transfer.start()
+            transfer.start(message)
             while not transfer.times.ended:
                 time.sleep(1e-4)
         else:
             self._stream = self._runtime.create_stream()
             wait_value(self._runtime, self._gate.ptr, 1, self._stream)
-            transfer.start(stream=self._stream)
+            transfer.start(message, stream=self._stream)
 
     def release(self) -> None:
         if not self._far:
@@ -239,6 +239,44 @@ def test_a_killed_reader_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
         process.kill()
         assert grant.revoke(wait=10.0)
     sides.close()
+
+
+def test_a_message_arrives_only_of_reads_that_are_not_stale(sides: Sides) -> None:
+    grant = sides.grant()
+    read = sides.reader.prepare("read", "owner", sides.rows(0), grant=grant.encoded)
+    read.start(b"whole").wait()
+    held = Held(sides.reader, read, far=sides.far, message=b"stale")
+    grant.revoke()
+    held.release()
+    with pytest.raises(StaleReadError):
+        read.wait()
+    sides.reader.notify("owner", b"last")
+    messages: list[tuple[str, bytes]] = []
+    while ("reader", b"last") not in messages:
+        sides.owner.wait_for_message(10.0)
+        messages += sides.owner.messages()
+    assert messages == [("reader", b"whole"), ("reader", b"last")]
+
+
+def test_readers_name_a_grant_by_its_key(sides: Sides) -> None:
+    grant = sides.grant(key=7)
+    read = sides.reader.prepare("read", "owner", sides.rows(0, 2), grant=7)
+    read.start().wait()
+    assert (sides.target[:NBYTES] == sides.memory[:NBYTES]).all()
+    sides.reader.read("owner", sides.rows(1), grant=grant.encoded).wait()
+    with pytest.raises(StaleReadError):  # nobody has granted with this key
+        sides.reader.read("owner", sides.rows(0), grant=8).wait()
+    grant.revoke([sides.address(5)])
+    with pytest.raises(StaleReadError) as raised:
+        read.start().wait()
+    assert list(raised.value.stale) == [0, 1]
+    with sides.grant(key=7 + 65536), pytest.raises(ResourceError, match="key 7 "):
+        sides.grant(key=7)
+    for key in (-1, 1 << 40, "7"):
+        with pytest.raises(ArgumentError, match="key"):
+            sides.grant(key=key)
+        with pytest.raises(ArgumentError, match="grant"):
+            sides.reader.read("owner", sides.rows(0), grant=key)  # type: ignore[arg-type]
 
 
 def test_a_block_that_is_granted_again_is_another_generation(sides: Sides) -> None:
@@ -404,9 +442,9 @@ def test_grants_add_no_regions_of_the_program(sides: Sides) -> None:
     assert sides.reader.regions_of("owner") == [sides.there]
 
 
-@pytest.mark.parametrize("prepared", [True, False])
-def test_a_list_of_nixl_carries_its_grant(prepared: bool) -> None:
-    owner, reader = (nixl_agent(f"{name}, {prepared}") for name in ("owner", "reader"))
+@pytest.mark.parametrize("way", ["list", "prepared", "granted when prepared"])
+def test_a_list_of_nixl_carries_its_grant(way: str) -> None:
+    owner, reader = (nixl_agent(f"{name}, {way}") for name in ("owner", "reader"))
     memory, target = np.full(4 * NBYTES, 5, np.uint8), np.zeros(4 * NBYTES, np.uint8)
     rows, here = ([(array.ctypes.data + block * NBYTES, NBYTES, 0) for block in range(4)] for array in (memory, target))
     for agent, blocks in ((owner, rows), (reader, here)):
@@ -416,11 +454,14 @@ def test_a_list_of_nixl_carries_its_grant(prepared: bool) -> None:
     grant = owner.grant(descs)
     remote = reader.deserialize_descs(owner.get_serialized_descs(descs))
     assert remote == descs
+    plain = reader.get_xfer_descs(rows, "DRAM")
     local = reader.get_xfer_descs(here, "DRAM")
 
     def read(operation: str = "READ") -> str:
-        if prepared:
+        if way != "list":
             ours, theirs = reader.prep_xfer_dlist("", local), reader.prep_xfer_dlist(name, remote)
+            if way == "granted when prepared":
+                theirs = reader.granted_dlist(reader.prep_xfer_dlist(name, plain), grant.encoded)
             handle = reader.make_prepped_xfer(operation, ours, range(4), theirs, range(4))
         else:
             handle = reader.initialize_xfer(operation, local, remote, name)
