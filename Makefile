@@ -196,7 +196,7 @@ test-sglang: .venv-sglang/.installed
 # vLLM's groups and its compiler's passes with the plug-in of packages/vllm, on CPUs, in an environment of 2 GB.
 test-vllm: .venv-vllm/.installed
 	$(call step,TEST,vLLM with packages/vllm)
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable packages/vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable packages/vllm --editable packages/nixl
 	.venv-vllm/bin/python -m pytest -p no:cacheprovider tests/vllm_plugin
 
 .venv-sglang/.installed: requirements-sglang.lock
