@@ -77,14 +77,17 @@ class Server:
             self.worker.register_kv_caches(self.caches)
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
 
-    def step(self) -> Any:
-        """Makes an engine's step without a model, and returns the results of the transfers."""
+    def step(self) -> tuple[set[str], set[str]]:
+        """Makes an engine's step without a model. Returns the requests whose blocks were sent or whose lease has ended,
+        and those whose reads have ended.
+        """
         metadata = self.scheduler.build_connector_meta(None)  # type: ignore[arg-type]
         with set_current_vllm_config(self.config):
             self.worker.bind_connector_metadata(metadata)
             self.worker.start_load_kv(None)  # type: ignore[arg-type]
             self.worker.clear_connector_metadata()
-            return self.worker.get_transfer_results(set())
+            sent, received = self.worker.get_finished(set())
+            return sent or set(), received or set()
 
     def close(self) -> None:
         self.worker.shutdown()
@@ -110,16 +113,16 @@ def prefill(server: Server) -> dict[str, Any]:
     return passed
 
 
-def decode(server: Server, parameters: dict[str, Any]) -> Any:
-    """Reads a request's blocks. Returns the results of the step in which the reads ended."""
+def decode(server: Server, parameters: dict[str, Any]) -> set[int]:
+    """Reads a request's blocks. Returns the blocks with load errors."""
     request = request_of("decoded", parameters)
     assert server.scheduler.get_num_new_matched_tokens(request, 0) == (request.num_tokens, True)
     blocks = KVCacheBlocks(([KVCacheBlock(block) for block in OURS],))
     server.scheduler.update_state_after_alloc(request, blocks, request.num_tokens)
     deadline = time.monotonic() + 60
-    while not (results := server.step()).finished_recving and time.monotonic() < deadline:
+    while server.step()[1] != {"decoded"} and time.monotonic() < deadline:
         time.sleep(0.01)
-    return results
+    return server.worker.get_block_ids_with_load_errors()
 
 
 def has_arrived(decoder: Server, blocks: dict[str, Any]) -> bool:
@@ -140,15 +143,14 @@ def main() -> None:
     decoder = Server(folder, connector, "kv_consumer")
     parameters = prefill(prefiller)
     before = {layer: cache[THEIRS].clone() for layer, cache in prefiller.caches.items()}
-    freed = prefiller.step().finished_sending
+    freed, _ = prefiller.step()
     if freed:
         for cache in prefiller.caches.values():
             cache.fill_(-1.0)  # another request's blocks
-    failed = decode(decoder, parameters).failed_recving
+    errors = decode(decoder, parameters)
     arrived = all(torch.equal(decoder.caches[layer][OURS], before[layer]) for layer in LAYERS)
-    errors = decoder.worker.get_block_ids_with_load_errors()
-    sent = freed or prefiller.step().finished_sending
-    print(json.dumps([arrived, sorted(sent), sorted(failed), sorted(errors)]))
+    sent = freed or prefiller.step()[0]
+    print(json.dumps([arrived, sorted(sent), sorted(errors)]))
     for server in (prefiller, decoder):
         server.close()
 
