@@ -194,10 +194,10 @@ test-sglang: .venv-sglang/.installed
 	$(call step,TEST,SGLang with the plug-in)
 	.venv-sglang/bin/python -m pytest -p no:cacheprovider tests/sglang_plugin
 
-# vLLM's groups and its compiler's passes with the plug-in of packages/vllm, on CPUs, in an environment of 2 GB.
+# vLLM's groups, its compiler's passes and its KV connector with packages/vllm, on CPUs, in an environment of 2 GB.
 test-vllm: .venv-vllm/.installed
 	$(call step,TEST,vLLM with packages/vllm)
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable packages/vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable packages/vllm --editable packages/nixl
 	.venv-vllm/bin/python -m pytest -p no:cacheprovider tests/vllm_plugin
 
 .venv-sglang/.installed: requirements-sglang.lock

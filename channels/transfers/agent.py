@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl.channels import array_libraries
-from proxyccl.channels.timeouts import timeout_from
+from proxyccl.channels.timeouts import as_seconds, timeout_from
 from proxyccl.channels.transfers.blocks import Rows, as_rows
 from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached
 from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slices
@@ -32,9 +32,19 @@ from proxyccl.channels.transfers.errors import (
     UnknownAgentError,
 )
 from proxyccl.channels.transfers.fabric import AgentFabric, open_fabric
-from proxyccl.channels.transfers.grants import GRANT, Fence, Grant, GrantMessage, as_granted, numbers_of
+from proxyccl.channels.transfers.grants import (
+    GRANT,
+    Blocks,
+    BlocksOfHost,
+    Fence,
+    Found,
+    Grant,
+    GrantMessage,
+    as_granted,
+    find_blocks,
+)
 from proxyccl.channels.transfers.host_memory import mapped_memory, shares_of
-from proxyccl.channels.transfers.ledger import Ledger
+from proxyccl.channels.transfers.ledger import LEDGER_BYTES, MOST_KEYS, Ledger, Locks, number_of
 from proxyccl.channels.transfers.losses import event_of_losses
 from proxyccl.channels.transfers.metadata import LONGEST_NAME, METADATA, Metadata, Place
 from proxyccl.channels.transfers.paths import (
@@ -49,7 +59,7 @@ from proxyccl.channels.transfers.peers import Peer
 from proxyccl.channels.transfers.preparing import Pair, Preparer, Side, kind_of
 from proxyccl.channels.transfers.published import Published
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, is_unicode, require_valid
-from proxyccl.channels.transfers.transfer import State, Transfer, has_ended, set_check, set_guard, set_label
+from proxyccl.channels.transfers.transfer import State, Transfer, has_ended, set_guard, set_label
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import Array, as_view
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
@@ -67,7 +77,6 @@ if TYPE_CHECKING:
     from proxyccl.proxy._transfers import ProxycclAgentPointer, ProxycclStagingPointer
 
 _CONNECT_SECONDS = 10.0
-_LONGEST_LEASE = 1e9
 _LEAST_WORDS = 512
 _LENGTHS = struct.Struct("=QQ")
 _LOG = logging.getLogger("proxyccl.transfer")
@@ -138,8 +147,9 @@ class Agent:
         self._serving: dict[Copier, ProxycclStagingPointer] = {}
         served: list[object] = []
         self._keep_serving = served.append
-        self._ledger_region: Region | None = None  # registered by the first grant
-        self._internal: set[Region] = set()  # this agent's regions that the program has not registered
+        ledger_address = int(ffi.cast("uintptr_t", self._ledger.pointer))
+        self._ledger_region = Region(ledger_address, LEDGER_BYTES)
+        self._internal = {self._ledger_region}  # this agent's regions that the program has not registered
         self._idle_words: deque[tuple[Region, NDArray[np.uint64], Transfer]] = deque()
         self._closed = False
         self._process = forks.here()
@@ -172,8 +182,18 @@ class Agent:
         fabric = b"" if self._fabric is None else self._fabric.address
         secret_address = lib.proxyccl_agent_secret(handle)
         self._place = Place(
-            boot_id(), self._process.pid, addresses, secret, secret_address, fabric, self._ledger.handle
+            boot_id(),
+            self._process.pid,
+            addresses,
+            secret,
+            secret_address,
+            fabric,
+            self._ledger.handle,
+            ledger_address,
         )
+        # Agents that can't map the ledger read it through the link. So the ledger has no libfabric key, which would pin
+        # its pages.
+        self._begin([self._ledger_region], {})
 
     def __repr__(self) -> str:
         return f"Agent({self.name!r}, {len(self.regions)} regions, {len(self._peers)} peers)"
@@ -372,7 +392,7 @@ class Agent:
 
     # Grants
 
-    def grant(self, blocks: Any, *, lease: float | None = None) -> Grant:
+    def grant(self, blocks: Any, *, lease: float | None = None, key: int | None = None) -> Grant:
         """Lets others read blocks of this agent's registered memory until the grant is revoked. Send the grant's bytes,
         `Grant.encoded`, to the readers, which pass them to `read` or `prepare`. The memory must not change before the
         grant is revoked. A reader can't be wrong: if the owner revokes the grant while a read is active, the read
@@ -383,29 +403,27 @@ class Agent:
                 not overlap.
             lease: the time in seconds after which `Grant.active` revokes the grant, and reads from this host raise
                 StaleReadError; None for no limit.
+            key: an integer from 0 to 2^40 - 1 that readers may pass instead of `Grant.encoded`, so that they need not
+                know the grant's bytes. The agent must never have used the key before. A grant with a key is revoked as
+                a whole, and a reader that passes the key does not check that the grant contains its blocks.
 
         Raises:
-            ArgumentError: `blocks` or `lease` is invalid.
+            ArgumentError: `blocks`, `lease` or `key` is invalid.
             NotRegisteredError: a block does not lie within registered memory.
-            ResourceError: the agent has 2^20 registered regions and granted blocks.
+            ResourceError: the agent has 980,000 registered regions and granted blocks, a grant is active whose key
+                differs by a multiple of 65,536, or /proc is not mounted.
         """
         rows = as_granted(blocks)
         ends = 0
         if lease is not None:
-            if isinstance(lease, bool) or not isinstance(lease, int | float) or not 0 < lease <= _LONGEST_LEASE:
-                raise ArgumentError("lease", f"must be seconds from 0 to {_LONGEST_LEASE:g}, or None, not {lease!r}")
-            ends = time.monotonic_ns() + int(1e9 * lease)
+            ends = time.monotonic_ns() + int(1e9 * as_seconds(lease, "lease", "must be a positive number of seconds"))
         with self._lock:
             self._require_open()
             kind_of(self._own, rows[:, 0], rows[:, 1], "local", "")
-            if self._ledger_region is None:
-                region = Region(int(ffi.cast("uintptr_t", self._ledger.pointer)), self._ledger.words.nbytes)
-                self._register([region], None)
-                self._ledger_region = region
-                self._internal.add(region)
-            ledger = self._ledger_region
-            metadata = self.metadata([ledger], place=False)
-            numbers = self._ledger.grant(len(rows))
+            if key is None:
+                numbers = self._ledger.grant(len(rows))
+            else:
+                numbers = np.full(len(rows), self._ledger.grant_by_key(_as_key(key, "key")), np.uint64)
         try:
             message = GrantMessage(
                 "proxyccl-grant-1",
@@ -413,8 +431,6 @@ class Agent:
                 self._token,
                 self._place.host,
                 ends,
-                ledger.address,
-                metadata,
                 np.column_stack((rows, numbers)).tobytes(),
             )
             return Grant(self._ledger, message)
@@ -422,27 +438,28 @@ class Agent:
             self._ledger.revoke(numbers)
             raise
 
-    def _fence(self, message: GrantMessage, name: str, known: Peer | None, rows: Rows) -> Fence:
-        """Makes the check of a read of granted blocks. Raises StaleReadError if the grant's agent has ended, and
-        NotGrantedError.
-        """
-        numbers = numbers_of(message, rows)
-        if message.token != (self._token if known is None else known.token):
-            generations = {index: int(number) for index, number in enumerate(numbers)}
-            raise StaleReadError(f"the grant is of a former agent {name}, which has ended", name, generations, [])
-        ledger = self._ledger if known is None else known.ledger
-        if ledger is not None:
-            return Fence(message, rows, numbers, ledger)
-        assert known is not None
-        words_there = Region(message.ledger, lib.PROXYCCL_LEDGER_WORDS * 8)
-        if words_there not in known.regions:
-            self.add(message.metadata)
-            known.internal.add(words_there)
+    def _granted(self, grant: bytes | int, name: str, known: Peer | None, rows: Rows) -> Blocks:
+        """Finds a transfer's blocks in a grant. Raises the errors of `prepare` for `grant`."""
+        if isinstance(grant, bytes):
+            message = GRANT.decode(grant, "an agent")
+            found = find_blocks(message, rows)
+            if message.token != (self._token if known is None else known.token):
+                generations = {index: int(number) for index, number in enumerate(found.numbers)}
+                raise StaleReadError(f"the grant is of a former agent {name}, which has ended", name, generations, [])
+        else:
+            number = number_of(_as_key(grant, "grant"))
+            found = Found(name, np.full(len(rows), number, np.uint64), number)
+        if known is None:
+            return BlocksOfHost(found, rows, self._ledger, Locks(self._ledger.handle))
+        if known.ledger is not None:
+            return BlocksOfHost(found, rows, known.ledger, known.ledger.locks())
+        numbers = np.unique(found.numbers)
         region, words = self._words_of(len(numbers))
-        at = np.uint64(message.ledger) + numbers % np.uint64(lib.PROXYCCL_LEDGER_WORDS) * np.uint64(words.itemsize)
-        here = np.uint64(region.address) + np.arange(len(numbers), dtype=np.uint64) * np.uint64(words.itemsize)
-        look = self.prepare("read", name, np.column_stack((here, at, np.full_like(at, words.itemsize))))
-        fence = Fence(message, rows, numbers, None, look, words[: len(numbers)])
+        size = np.uint64(words.itemsize)
+        at = np.uint64(known.place.ledger_address) + numbers % np.uint64(lib.PROXYCCL_LEDGER_WORDS) * size
+        here = np.uint64(region.address) + np.arange(len(numbers), dtype=np.uint64) * size
+        look = self.prepare("read", name, np.column_stack((here, at, np.full_like(at, size))))
+        fence = Fence(found, rows, look, words[: len(numbers)])
         forks.finalizer(fence, self._idle_words.append, (region, words, look))
         return fence
 
@@ -479,6 +496,7 @@ class Agent:
         with self._lock:
             self._require_open()
             once = list(dict.fromkeys(self.regions if regions is None else regions))
+            once += [self._ledger_region] * place
             if not all(region in self._own for region in once):
                 raise NotRegisteredError("a region is not registered")
             keys = [] if self._fabric is None else self._fabric.keys(once)
@@ -513,6 +531,7 @@ class Agent:
             if peer is None:
                 assert message.place is not None
                 peer = self._peers[message.name] = Peer(message.token, message.place)
+                peer.internal.add(Region(message.place.ledger_address, LEDGER_BYTES))
             elif (message.token, message.place or peer.place) != (peer.token, peer.place):
                 raise NameTakenError(f"another agent of the name {message.name!r} was added", message.name)
             peer.know(message)
@@ -690,7 +709,7 @@ class Agent:
 
     # Transfers
 
-    def prepare(self, operation: str, peer: str, blocks: Any, *, grant: bytes | None = None) -> Transfer:
+    def prepare(self, operation: str, peer: str, blocks: Any, *, grant: bytes | int | None = None) -> Transfer:
         """Prepares a transfer, which can be started any number of times.
 
         Args:
@@ -698,10 +717,12 @@ class Agent:
             peer: the other agent's name, or this agent's own.
             blocks: integers of shape (N, 3): local address, remote address, bytes. Both address ranges of each block
                 must be registered. The blocks that are written must not overlap.
-            grant: for a read, the bytes of the peer's `Grant`, whose blocks must contain the remote blocks.
+            grant: for a read, the bytes of the peer's `Grant`, whose blocks must contain the remote blocks, or the
+                grant's key.
 
         Raises:
-            ArgumentError: `operation` is neither "read" nor "write", or `blocks` is not of shape (N, 3).
+            ArgumentError: `operation` is neither "read" nor "write", `blocks` is not of shape (N, 3), or `grant` is not
+                a key.
             MetadataError, NotGrantedError: `grant` is not a grant, or does not contain a block.
             StaleReadError: the grant's agent has ended, and `peer` is a later agent of that name.
             UnknownAgentError: no such agent was added.
@@ -728,7 +749,7 @@ class Agent:
             return Side(self.name, None, here, self._own.view(here)), Side(peer, known, there, regions.view(there))
 
     def prepare_checked(
-        self, writes: bool, rows: Rows, ours: Side, theirs: Side, *, grant: bytes | None = None
+        self, writes: bool, rows: Rows, ours: Side, theirs: Side, *, grant: bytes | int | None = None
     ) -> Transfer:
         """Prepares a transfer as `prepare` does, from blocks that `find_side` has found to be registered on both sides.
 
@@ -740,11 +761,10 @@ class Agent:
             DisconnectedError, NoPathError: no path leads to the peer or its memory (see `prepare`).
         """
         name, known = theirs.name, theirs.peer
-        message = None if grant is None else GRANT.decode(grant, "an agent")
-        if message is not None and writes:
+        if grant is not None and writes:
             raise ArgumentError("grant", "protects reads; leave this argument out of a write")
         link = self._link(name, known)
-        fence = None if message is None else self._fence(message, name, known, rows)
+        granted = None if grant is None else self._granted(grant, name, known, rows)
         moved = rows[rows[:, 2] > 0]
         with self._lock:
             here, here_rows = ours.holders(moved[:, 0], self._own)
@@ -755,11 +775,13 @@ class Agent:
         ledger = self._ledger if known is None else known.ledger
         if ledger is not None:
             set_guard(transfer, True, ledger, there_rows)
-        if fence is not None:
-            set_check(transfer, fence)
+        if granted is not None:
+            granted.guard(transfer)
         return set_label(transfer, self._published.label(name, transfer.path.name))
 
-    def read(self, peer: str, blocks: Any, *, message: bytes | None = None, grant: bytes | None = None) -> Transfer:
+    def read(
+        self, peer: str, blocks: Any, *, message: bytes | None = None, grant: bytes | int | None = None
+    ) -> Transfer:
         """Starts to read blocks of another agent's memory. Has the arguments and errors of `prepare` and
         `Transfer.start`."""
         return self.prepare("read", peer, blocks, grant=grant).start(message)
@@ -860,6 +882,10 @@ def _open_ledger(place: Place) -> tuple[Ledger | None, str]:
         return Ledger.open(place.ledger), ""
     except ProxyCCLError as error:
         return None, f"its registrations can't be looked at: {error}"
+
+
+def _as_key(value: Any, argument: str) -> int:
+    return as_integer(value, argument, f"must be a key from 0 to {MOST_KEYS - 1}", 0, MOST_KEYS - 1)
 
 
 def _unknown(name: str) -> UnknownAgentError:

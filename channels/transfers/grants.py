@@ -11,22 +11,32 @@ import contextlib
 import threading
 import time
 from types import TracebackType
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
-from msgspec import Meta
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from proxyccl.channels.timeouts import as_seconds
 from proxyccl.channels.transfers.blocks import Rows, as_rows, find_outside
-from proxyccl.channels.transfers.errors import ActiveError, MetadataError, NotGrantedError, StaleReadError
-from proxyccl.channels.transfers.ledger import Ledger
+from proxyccl.channels.transfers.errors import (
+    ActiveError,
+    DisconnectedError,
+    MetadataError,
+    NotGrantedError,
+    StaleReadError,
+)
+from proxyccl.channels.transfers.ledger import Ledger, Locks
 from proxyccl.channels.transfers.metadata import LONGEST_NAME
-from proxyccl.channels.transfers.transfer import Check, State, Transfer
+from proxyccl.channels.transfers.transfer import Check, Granted, State, Transfer, set_check, set_grant
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
 from proxyccl.device.process import forks
-from proxyccl.proxy._transfers import ffi, lib
+from proxyccl.proxy._transfers import ffi
 from proxyccl.proxy.codec import Codec, Message, Uint64
 from proxyccl.proxy.hosts import boot_id
+
+if TYPE_CHECKING:
+    from proxyccl.channels.transfers.paths import Link
 
 _LIMIT = 64 << 20
 _COLUMNS = 3
@@ -39,8 +49,6 @@ class GrantMessage(Message, frozen=True):
         agent, token: the owner's name and token.
         host: the boot id of the owner's machine.
         deadline: the end of the lease in ns of the host's CLOCK_MONOTONIC; 0 without a lease.
-        ledger: the address of the owner's ledger in the owner's process.
-        metadata: the owner's metadata, which contain only the ledger's region.
         rows: uint64 of shape (N, 3), as bytes: each block's address, size and number, sorted by address.
     """
 
@@ -49,8 +57,6 @@ class GrantMessage(Message, frozen=True):
     token: Annotated[bytes, Meta(max_length=64)]
     host: Annotated[str, Meta(max_length=64)]
     deadline: Uint64
-    ledger: Uint64
-    metadata: Annotated[bytes, Meta(max_length=1 << 20)]
     rows: bytes
 
     def __post_init__(self) -> None:
@@ -102,19 +108,27 @@ class Grant:
             self.revoke()
         return bool(self._ledger.holds_each(self._numbers).any())
 
-    def revoke(self, addresses: Any = None) -> None:
-        """Revokes blocks. When this returns, the program may overwrite these blocks, or deregister and free them. Each
-        read of a revoked block that was not complete then raises StaleReadError. A second call for a block does
-        nothing.
+    def revoke(self, addresses: Any = None, *, wait: float = 0.0) -> bool:
+        """Revokes blocks. When this returns, the program may overwrite these blocks, or deregister and free them. Later
+        reads of the blocks raise StaleReadError, and so does a read that is still active when this returns. A second
+        call for a block does nothing.
 
         Args:
             addresses: the addresses of the blocks to revoke; None for all blocks.
+            wait: the longest time in seconds to wait for active reads of the grant, so that they complete. The wait
+                ends early when no agent of this host reads. Readers on other hosts are not waited for, nor is a reader
+                that can't map this agent's ledger, which the reader's RuntimeWarning says.
+
+        Returns:
+            Whether no agent of this host was still reading when the blocks were revoked. A killed process does not
+            count.
 
         Raises:
-            ArgumentError: an address is not that of a block of this grant.
+            ArgumentError: an address is not that of a block of this grant, or `wait` is not a time.
             ClosedError: this process is a forked child.
         """
         self._process.require("the grant")
+        seconds = as_seconds(wait, "wait", "must be a number of seconds", may_be_none=True)
         numbers = self._numbers
         if addresses is not None:
             wanted = np.asarray(addresses).ravel()
@@ -123,7 +137,11 @@ class Grant:
             if len(unknown):
                 raise ArgumentError("addresses", f"{int(unknown[0]):#x} is not the address of a granted block")
             numbers = numbers[at]
-        self._ledger.revoke(numbers)
+        self._ledger.revoke(numbers, ends=False)
+        try:
+            return self._ledger.wait(int(self._numbers[0]), seconds)
+        finally:
+            self._ledger.revoke(numbers)
 
 
 def as_granted(blocks: Any) -> Rows:
@@ -141,9 +159,24 @@ def as_granted(blocks: Any) -> Rows:
     return rows
 
 
-def numbers_of(message: GrantMessage, rows: Rows) -> NDArray[np.uint64]:
-    """Returns for each row of (local address, remote address, bytes) the number of the granted block that contains the
-    remote bytes.
+class Found(Struct, frozen=True, eq=False):
+    """The part of a grant that a transfer uses.
+
+    Attributes:
+        owner: the name of the grant's agent.
+        numbers: for each of the transfer's rows, the number of its granted block.
+        grant: the number of the grant's first block.
+        deadline: the end of the lease in ns of this host's CLOCK_MONOTONIC; 0 without a lease, or on another host.
+    """
+
+    owner: str
+    numbers: NDArray[np.uint64]
+    grant: int
+    deadline: int = 0
+
+
+def find_blocks(message: GrantMessage, rows: Rows) -> Found:
+    """Finds for each row of (local address, remote address, bytes) the granted block that contains the remote bytes.
 
     Raises:
         NotGrantedError: the remote bytes of a row do not lie within one granted block.
@@ -157,87 +190,92 @@ def numbers_of(message: GrantMessage, rows: Rows) -> NDArray[np.uint64]:
             f"{message.agent}",
             message.agent,
         )
-    found: NDArray[np.uint64] = numbers[np.searchsorted(starts, rows[:, 1], "right") - 1]
-    return found
+    of_rows: NDArray[np.uint64] = numbers[np.searchsorted(starts, rows[:, 1], "right") - 1]
+    deadline = message.deadline if message.host == boot_id() else 0
+    return Found(message.agent, of_rows, int(numbers[0]), deadline)
 
 
-class Fence(Check):
-    """Checks after a read that none of its blocks was revoked before the end of the copy.
+class Blocks(Granted):
+    """The granted blocks of a transfer.
 
     Args:
-        message: the grant.
-        rows: the read's blocks, as the caller has passed them.
-        numbers: for each row, the number of its granted block.
-        ledger: the owner's ledger, if this process has mapped it.
-        look: if `ledger` is None, a transfer that reads the words of the numbers into `words`.
-        words: the words of the numbers, in the same order.
+        found: the blocks' numbers, and the grant.
+        rows: the transfer's blocks, as the caller has passed them.
     """
 
-    def __init__(
-        self,
-        message: GrantMessage,
-        rows: Rows,
-        numbers: NDArray[np.uint64],
-        ledger: Ledger | None,
-        look: Transfer | None = None,
-        words: NDArray[np.uint64] | None = None,
-    ) -> None:
-        self._owner, self._rows, self._numbers = message.agent, rows, numbers
-        self._ledger, self._look, self._words = ledger, look, words
-        self._deadline = message.deadline if message.host == boot_id() else 0
-        self._mapped = ffi.NULL if ledger is None else ledger.pointer
-        self._pointer, self._count = ffi.cast("uint64_t *", numbers.ctypes.data), len(numbers)
+    def __init__(self, found: Found, rows: Rows) -> None:
+        self._owner, self._deadline, self._rows, self._numbers = found.owner, found.deadline, rows, found.numbers
+
+    def guard(self, transfer: Transfer) -> None:
+        """Makes a transfer that was not started check the grant."""
+        raise NotImplementedError
+
+    def _is_late(self) -> bool:
+        return bool(self._deadline) and time.monotonic_ns() >= self._deadline
+
+    def _raise_stale(self, stale: NDArray[np.bool_], when: str) -> None:
+        indices = np.flatnonzero(stale).tolist()
+        generations = {index: int(self._numbers[index]) for index in indices}
+        whole = [] if when.startswith("before") else np.flatnonzero(~stale).tolist()
+        text = (
+            f"agent {self._owner} revoked {len(indices)} of {len(stale)} blocks {when}; the first is block "
+            f"{indices[0]} at {int(self._rows[indices[0], 1]):#x}, generation {generations[indices[0]]}"
+        )
+        raise StaleReadError(text, self._owner, generations, whole)
+
+
+class BlocksOfHost(Blocks):
+    """The granted blocks of an agent whose ledger this process has mapped, so that the engine checks the grant. `locks`
+    is the ledger's file.
+    """
+
+    def __init__(self, found: Found, rows: Rows, ledger: Ledger, locks: Locks) -> None:
+        super().__init__(found, rows)
+        self._ledger, self._locks, self._grant = ledger, locks, found.grant
+
+    def guard(self, transfer: Transfer) -> None:
+        numbers = ffi.cast("uint64_t *", self._numbers.ctypes.data)
+        words = self._ledger.pointer, numbers, len(self._numbers)
+        in_engine = ffi.new("ProxycclGranted *", [*words, self._grant, self._deadline, self._locks.descriptor])
+        set_grant(transfer, self, in_engine)
+
+    def raise_stale(self, *, started: bool = True) -> None:
+        stale = np.ones(len(self._numbers), bool) if self._is_late() else ~self._ledger.holds_each(self._numbers)
+        self._raise_stale(stale, "during the read" if started else "before the read began")
+
+
+class Fence(Blocks, Check):
+    """Checks after a read that none of its blocks was revoked before the end of the copy, if the owner's ledger can't
+    be mapped.
+
+    Args:
+        look: a transfer that reads the words of the numbers into `words`, in the order of `np.unique`.
+    """
+
+    def __init__(self, found: Found, rows: Rows, look: Transfer, words: NDArray[np.uint64]) -> None:
+        super().__init__(found, rows)
+        self._look, self._words = look, words
+        self._unique, self._places = np.unique(self._numbers, return_inverse=True)
+        self._link: Link | None = None
+        self._message: bytes | None = None  # of the last start
         self._lock = threading.Lock()  # held while `look` is started, polled or canceled
         self._looked = 0  # the last run for which `look` was started
         self._settled = 0, State.NEW  # a run and its outcome, in one object, because threads read it without a lock
         self._found: tuple[NDArray[np.bool_], str] | None = None  # the stale blocks, and when they were revoked
 
-    def begin(self) -> None:
-        if self._looked > self._settled[0]:
-            raise ActiveError(f"the read of agent {self._owner} is active: its grant is being checked", self._owner)
-        if self._ledger is not None and not self._holds():
-            self._found = self._stale(), "before the read began"
-            self.raise_error()
+    def guard(self, transfer: Transfer) -> None:
+        self._link = set_check(transfer, self)
+
+    def begin(self, message: bytes | None) -> None:
+        with self._lock:
+            if self._looked > self._settled[0]:
+                raise ActiveError(f"the read of agent {self._owner} is active: its grant is being checked", self._owner)
+            self._message = message
 
     def poll(self, run: int) -> State:
         settled, outcome = self._settled
         if run <= settled:
             return outcome
-        if self._look is not None:
-            return self._poll_look(self._look, run)
-        return self._settle(run, None if self._holds() else (self._stale(), "during the read"))
-
-    def wait(self, seconds: float) -> None:
-        if self._look is not None:
-            with contextlib.suppress(ProxyCCLError):  # `poll` finds the reason
-                self._look.wait(max(seconds, 1e-6))
-
-    def raise_error(self) -> None:
-        assert self._found is not None
-        stale, when = self._found
-        indices = np.flatnonzero(stale).tolist()
-        generations = {index: int(self._numbers[index]) for index in indices}
-        whole = [] if when.startswith("before") else np.flatnonzero(~stale).tolist()
-        text = (
-            f"agent {self._owner} revoked {len(indices)} of {self._count} blocks {when}; the first is block "
-            f"{indices[0]} at {int(self._rows[indices[0], 1]):#x}, generation {generations[indices[0]]}"
-        )
-        raise StaleReadError(text, self._owner, generations, whole)
-
-    def cancel(self, timeout: float | None) -> None:
-        with self._lock:
-            if self._look is not None and self._looked > self._settled[0]:
-                self._look.cancel(timeout)
-                self._settled = self._looked, State.CANCELED
-
-    def _settle(self, run: int, found: tuple[NDArray[np.bool_], str] | None) -> State:
-        if found is not None:
-            self._found = found
-        outcome = State.DONE if found is None else State.STALE
-        self._settled = run, outcome
-        return outcome
-
-    def _poll_look(self, look: Transfer, run: int) -> State:
         with self._lock:
             settled, outcome = self._settled
             if run <= settled:
@@ -246,25 +284,42 @@ class Fence(Check):
                 return State.ACTIVE  # of a later run
             try:
                 if self._looked != run:
-                    if self._looked > settled and not look.done():  # the look of an earlier run is still active
+                    if self._looked > settled and not self._look.done():  # the look of an earlier run is still active
                         return State.ACTIVE
-                    look.start()
+                    self._look.start()
                     self._looked = run
-                if not look.done():
+                if not self._look.done():
                     return State.ACTIVE
             except ProxyCCLError as error:
                 self._looked = run
-                return self._settle(run, (np.ones(self._count, bool), f"or can't be asked: {error}"))
-            return self._settle(run, None if self._holds() else (self._stale(), "during the read"))
+                return self._settle(run, np.ones(len(self._rows), bool), f"or can't be asked: {error}")
+            words, numbers = self._words, self._unique
+            revoked = (words != numbers) & (words != ~numbers) | self._is_late()
+            return self._settle(run, revoked[self._places], "during the read")
 
-    def _holds(self) -> bool:
-        if self._ledger is None or self._deadline:
-            return not self._stale().any()
-        return bool(lib.proxyccl_ledger_revoked(self._mapped, self._pointer, self._count) == self._count)
+    def wait(self, seconds: float) -> None:
+        with contextlib.suppress(ProxyCCLError):  # `poll` finds the reason
+            self._look.wait(max(seconds, 1e-6))
 
-    def _stale(self) -> NDArray[np.bool_]:
-        if self._deadline and time.monotonic_ns() >= self._deadline:
-            return np.ones(self._count, bool)
-        if self._ledger is None:
-            return np.asarray(self._words != self._numbers)
-        return ~self._ledger.holds_each(self._numbers)
+    def raise_stale(self, *, started: bool = True) -> None:
+        assert self._found is not None
+        self._raise_stale(*self._found)
+
+    def cancel(self, timeout: float | None) -> None:
+        with self._lock:
+            if self._looked > self._settled[0]:
+                self._look.cancel(timeout)
+                self._settled = self._looked, State.CANCELED
+
+    def _settle(self, run: int, stale: NDArray[np.bool_], when: str) -> State:
+        outcome = State.DONE
+        if stale.any():
+            self._found, outcome = (stale, when), State.STALE
+        elif self._message is not None:
+            assert self._link is not None
+            try:
+                self._link.tell(self._message)
+            except DisconnectedError:
+                outcome = State.LOST
+        self._settled = run, outcome
+        return outcome

@@ -7,7 +7,9 @@ the same address.
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
+import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -16,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl.channels.transfers.blocks import Rows
+from proxyccl.channels.transfers.engine_calls import wait_in_slices
 from proxyccl.device.errors import ArgumentError, ResourceError
-from proxyccl.device.memory.shared_memory import SharedMemory
+from proxyccl.device.memory.shared_memory import SharedMemory, open_descriptor
 from proxyccl.device.process import forks
 from proxyccl.proxy._transfers import ffi, lib
 
@@ -25,7 +28,45 @@ if TYPE_CHECKING:
     from proxyccl.proxy._transfers import Uint64Pointer
 
 _WORDS: int = lib.PROXYCCL_LEDGER_WORDS
-_NBYTES = _WORDS * 8  # unused pages take no memory
+LEDGER_BYTES = _WORDS * 8  # unused pages take no memory
+MOST_KEYS = 1 << 40
+_KEY_SLOTS = 1 << 16
+"""The number of slots for grants with keys, which are the last of a ledger."""
+
+_SLOTS = _WORDS - _KEY_SLOTS
+
+_KEY_BIRTHS = 1 << 42
+
+
+def number_of(key: int) -> int:
+    """Returns the number of a grant with a key, from 0 to `MOST_KEYS` - 1."""
+    return (_KEY_BIRTHS + key) * _WORDS + _WORDS - 1 - key % _KEY_SLOTS
+
+
+class Locks:
+    """A descriptor of a ledger's file by which transfers lock grants, or by which the owner queries these locks. Each
+    `Locks` has an open file description of its own, because locks of one description do not exclude each other.
+
+    Raises:
+        ResourceError: the file can't be opened, for example because /proc is not mounted.
+    """
+
+    def __init__(self, handle: bytes) -> None:
+        opened, _, _ = open_descriptor(handle)
+        try:  # `opened` may share its description with the owner's descriptor
+            self.descriptor = os.open(f"/proc/self/fd/{opened}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ResourceError(f"an agent's ledger can't be opened to lock a grant: {error.strerror}") from None
+        finally:
+            os.close(opened)
+        forks.keep_from_children(self)
+        forks.finalizer(self, os.close, self.descriptor)
+
+    def close(self) -> None:
+        """Closes a forked child's copy of the descriptor, which would hold the parent's locks after the parent's
+        end.
+        """
+        os.close(self.descriptor)
 
 
 class Ledger:
@@ -51,7 +92,8 @@ class Ledger:
         self._next = itertools.count(1)
         self._lock = threading.Lock()
         self._unused: list[int] = []
-        self._granted = np.zeros(_WORDS, bool)  # whether a slot's word is the number of a granted block
+        self._granted = np.zeros(_WORDS, bool)  # whether a slot's word is that of a granted block
+        self._locks: Locks | None = None
         self._births = itertools.count(1)
         self._watched: dict[int, weakref.finalize[..., Any]] = {}
         forks.finalizer(self, _unwatch, self._watched)  # the finalizers in `_watched` may outlive the agent
@@ -59,15 +101,15 @@ class Ledger:
     @classmethod
     def make(cls) -> Ledger:
         """Makes a new ledger. Raises ResourceError if the ledger can't be allocated."""
-        return cls(SharedMemory.allocate(_NBYTES))
+        return cls(SharedMemory.allocate(LEDGER_BYTES))
 
     @classmethod
     def open(cls, handle: bytes) -> Ledger:
         """Maps a peer's ledger by its handle. Raises ArgumentError or ResourceError if the ledger can't be mapped."""
         memory = SharedMemory.open(handle)
-        if memory.nbytes != _NBYTES:
+        if memory.nbytes != LEDGER_BYTES:
             memory.close()
-            raise ArgumentError("handle", f"it names {memory.nbytes} bytes, not a ledger of {_NBYTES}")
+            raise ArgumentError("handle", f"it names {memory.nbytes} bytes, not a ledger of {LEDGER_BYTES}")
         return cls(memory)
 
     @property
@@ -106,10 +148,18 @@ class Ledger:
         with self._lock:
             self._unused.append(number % _WORDS)
 
+    def locks(self) -> Locks:
+        """Returns the descriptor of this ledger's file, which the first call opens. Raises ResourceError."""
+        with self._lock:
+            if self._locks is None:
+                self._locks = Locks(self.handle)
+            return self._locks
+
     def grant(self, count: int) -> NDArray[np.uint64]:
         """Returns the numbers of `count` granted blocks. Raises ResourceError if there are too many registrations and
-        granted blocks.
+        granted blocks, or if the ledger can't be opened to query its locks.
         """
+        self.locks()
         with self._lock:
             slots = sorted(self._take(count))
             births = np.fromiter(itertools.islice(self._births, count), np.uint64, count)
@@ -117,25 +167,53 @@ class Ledger:
             self.words[slots], self._granted[slots] = numbers, True
         return numbers
 
-    def revoke(self, numbers: NDArray[np.uint64]) -> None:
-        """Revokes granted blocks, whose memory may be overwritten afterwards. Does nothing for blocks that are revoked
-        already.
+    def grant_by_key(self, key: int) -> int:
+        """Returns the number of the grant with a key. Raises ResourceError like `grant`, or if the key's word is in
+        use.
         """
-        slots = numbers % np.uint64(_WORDS)
+        self.locks()
+        number = number_of(key)
         with self._lock:
-            revoked = np.unique(numbers[self.words[slots] == numbers])
+            slot = number % _WORDS
+            if self._granted[slot]:
+                raise ResourceError(
+                    f"key {key} can't be used while the grant with key {key} or another one that differs by a multiple "
+                    f"of {_KEY_SLOTS} is not revoked"
+                )
+            self.words[slot], self._granted[slot] = number, True
+        return number
+
+    def revoke(self, numbers: NDArray[np.uint64], *, ends: bool = True) -> None:
+        """Revokes granted blocks: no transfer of these blocks starts afterwards. If `ends` is True, active reads of the
+        blocks become stale, and the memory may be overwritten. Does nothing for blocks that are revoked already.
+        """
+        with self._lock:
+            words = self.words[numbers % np.uint64(_WORDS)]
+            revoked = np.unique(numbers[(words == numbers) | (words == ~numbers)])
             slots = revoked % np.uint64(_WORDS)
-            lib.proxyccl_ledger_revoke(self.pointer, ffi.cast("uint64_t *", revoked.ctypes.data), len(revoked))
-            self._granted[slots] = False
-            self._unused += slots.tolist()
+            lib.proxyccl_ledger_revoke(self.pointer, ffi.cast("uint64_t *", revoked.ctypes.data), len(revoked), ends)
+            if ends:
+                self._granted[slots] = False
+                self._unused += slots[slots < _SLOTS].tolist()
+
+    def wait(self, grant: int, seconds: float) -> bool:
+        """Waits at most `seconds` until no transfer on this host holds a lock of a grant, which `grant`, the number of
+        its first block, identifies. Returns whether none does.
+        """
+        descriptor = self.locks().descriptor
+        status = wait_in_slices(lambda ns: lib.proxyccl_ledger_wait(descriptor, grant, ns), errno.EBUSY, seconds)
+        if status not in (0, errno.EBUSY):
+            raise ResourceError(f"the locks of a grant can't be queried: {os.strerror(status)}")
+        return status == 0
 
     def revoke_all(self) -> None:
         """Revokes all granted blocks."""
-        self.revoke(self.words[self._granted])
+        words = self.words[self._granted]
+        self.revoke(np.minimum(words, ~words))  # a number has less than 63 bits
 
     def holds_each(self, numbers: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Returns for each number whether its word is unchanged. The reads of the words follow all earlier reads."""
-        lib.proxyccl_ledger_revoked(self.pointer, ffi.cast("uint64_t *", numbers.ctypes.data), len(numbers))
+        lib.proxyccl_ledger_revoked(self.pointer, ffi.cast("uint64_t *", numbers.ctypes.data), len(numbers), True)
         return np.asarray(self.words[numbers % np.uint64(_WORDS)] == numbers)
 
     def _take(self, count: int) -> list[int]:
@@ -143,9 +221,9 @@ class Ledger:
         taken = min(count, len(self._unused))
         slots = [self._unused.pop() for _ in range(taken)]
         slots += itertools.islice(self._next, count - taken)
-        if slots and max(slots) >= _WORDS:
-            self._unused += [slot for slot in slots if slot < _WORDS]
-            raise ResourceError(f"an agent has at most {_WORDS - 1} registered regions and granted blocks")
+        if slots and max(slots) >= _SLOTS:
+            self._unused += [slot for slot in slots if slot < _SLOTS]
+            raise ResourceError(f"an agent has at most {_SLOTS - 1} registered regions and granted blocks")
         return slots
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ class Place(Message, frozen=True):
         secret: the bytes that a peer must send first.
         secret_address: the address of the secret in the agent's process.
         fabric: the address of the agent's libfabric endpoint; b"" if it has none.
-        ledger: the handle of the agent's ledger.
+        ledger, ledger_address: the handle of the agent's ledger, and the address of the ledger in the agent's process.
     """
 
     host: Annotated[str, Meta(max_length=64)]
@@ -39,6 +39,7 @@ class Place(Message, frozen=True):
     secret_address: Uint64
     fabric: Annotated[bytes, Meta(max_length=2048)]
     ledger: Annotated[bytes, Meta(max_length=1024)]
+    ledger_address: Uint64
 
 
 class Metadata(Message, frozen=True):

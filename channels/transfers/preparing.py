@@ -270,7 +270,8 @@ class Preparer(Struct, eq=False):
         else:
             what = f"moves data to and from agent {pair.peer} through a socket"
             path = Path(link.carrier, reason) if reason else link.path
-        self.warn_once(what, reason)
+        if pair.known is None or pair.known.internal.isdisjoint(pair.holders[1]):  # a ledger has no libfabric key
+            self.warn_once(what, reason)
         if pair.kinds[0] == DRAM:
             return self._of_blocks(pair, path, lib.proxyccl_transfer_create_by_socket)
         copier, pair = self._mapped_here(pair)

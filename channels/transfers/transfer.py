@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from proxyccl.channels.transfers.device_memory import Devices
     from proxyccl.channels.transfers.ledger import Ledger
     from proxyccl.channels.transfers.paths import Link, Path
-    from proxyccl.proxy._transfers import ProxycclTransferPointer
+    from proxyccl.proxy._transfers import ProxycclGrantedPointer, ProxycclTransferPointer
 
 
 class State(Enum):
@@ -49,26 +49,30 @@ class State(Enum):
     LOST = lib.PROXYCCL_TRANSFER_LOST
     REFUSED = lib.PROXYCCL_TRANSFER_REFUSED
     FAILED = lib.PROXYCCL_TRANSFER_FAILED
-    STALE = -1
+    STALE = lib.PROXYCCL_TRANSFER_STALE
     """The owner revoked a granted block before the read was complete."""
 
 
-class Check(Protocol):
-    """A check that follows the copies of a transfer. Any thread may call the methods."""
+class Granted(Protocol):
+    """The granted blocks of a transfer. Any thread may call the methods."""
 
-    def begin(self) -> None:
-        """Allows the next start, or raises StaleReadError before anything moves. Raises ActiveError during a check."""
+    def raise_stale(self, *, started: bool = True) -> None:
+        """Raises the error of the state STALE or, if `started` is False, of a start that was refused."""
+
+
+class Check(Granted, Protocol):
+    """A check that follows the copies of a transfer."""
+
+    def begin(self, message: bytes | None) -> None:
+        """Allows the next start, and sends `message` after a successful check. Raises ActiveError during a check."""
 
     def poll(self, run: int) -> State:
         """Begins the check of a run, whose copies have ended, if it has not begun. Later runs have greater numbers.
-        Returns ACTIVE, DONE, STALE or CANCELED.
+        Returns ACTIVE, DONE, STALE, LOST or CANCELED.
         """
 
     def wait(self, seconds: float) -> None:
         """Waits until the check has ended. Raises nothing."""
-
-    def raise_error(self) -> None:
-        """Raises the error of the state STALE."""
 
     def cancel(self, timeout: float | None) -> None:
         """Cancels the check if it is active. Has the argument and the error of `Transfer.cancel`."""
@@ -161,6 +165,7 @@ class Transfer:
         self._link = link
         self._closed = False
         self._process = forks.here()
+        self._granted: Granted | None = None
         self._check: Check | None = None
         self._run = 0  # the number of the last start of a transfer with a check; -1 during the start
         self._kept: list[object] = [None, lists, copier, kept]
@@ -176,7 +181,9 @@ class Transfer:
         """Starts the transfer, and returns without waiting for its end.
 
         Args:
-            message: a message that the peer receives after all data; None to send no message.
+            message: a message that the peer receives after all data; None to send no message. With a grant, the message
+                is sent only if the read is not stale; if the peer is on another host, the call that finds the transfer
+                done (`done`, `wait` or `state`) sends the message.
             stream: a device's stream. The transfer begins after the stream's earlier work, and the stream's later work
                 waits until the transfer has ended or failed. If a device copies, `stream` must be a stream of that
                 device. If `stream` is None, the transfer does not wait for any stream.
@@ -192,8 +199,10 @@ class Transfer:
         else:
             self._run = -1
             try:
-                self._check.begin()
-                self._post(message, stream)
+                if message is not None and len(message) > lib.PROXYCCL_LONGEST_MESSAGE:
+                    raise_status(errno.EMSGSIZE, self.peer)
+                self._check.begin(message)
+                self._post(None, stream)
             finally:
                 self._run = next(_runs)
         return self
@@ -212,8 +221,9 @@ class Transfer:
             queue = require_no_capture(copier.runtime, stream)
             turn = self._kept[_TURN] = Turn(copier)
             status = turn.start(handle, data, nbytes, queue)
-        if status:
-            raise_status(status, self.peer)
+        if status == errno.ESTALE and self._granted is not None:
+            self._granted.raise_stale(started=False)
+        raise_status(status, self.peer)
 
     @property
     def state(self) -> State:
@@ -315,8 +325,8 @@ class Transfer:
             case State.CANCELED:
                 raise CanceledError(f"the transfer with agent {self.peer} was canceled", self.peer)
             case State.STALE:
-                assert self._check is not None
-                self._check.raise_error()
+                assert self._granted is not None
+                self._granted.raise_stale()
             case State.LOST:
                 assert self._link is not None
                 raise DisconnectedError(f"agent {self.peer}: {self._link.lost}", self.peer)
@@ -357,10 +367,19 @@ def set_guard(transfer: Transfer, remote: bool, ledger: Ledger, rows: Rows) -> N
     lib.proxyccl_transfer_guard(transfer._open(), remote, ledger.pointer, pointer, len(kept))
 
 
-def set_check(transfer: Transfer, check: Check) -> Transfer:
-    """Makes a transfer end only after a check. Call `set_check` before the first start."""
-    transfer._check = check
-    return transfer
+def set_check(transfer: Transfer, check: Check) -> Link | None:
+    """Makes a transfer end only after a check. Returns the transfer's link. Call `set_check` before the first start."""
+    transfer._granted = transfer._check = check
+    return transfer._link
+
+
+def set_grant(transfer: Transfer, granted: Granted, in_engine: ProxycclGrantedPointer) -> None:
+    """Makes the engine check a transfer's grant. `granted` keeps the memory and the descriptor of `in_engine`. Call
+    `set_grant` before the first start.
+    """
+    transfer._granted = granted
+    transfer._kept.append(granted)
+    lib.proxyccl_transfer_set_grant(transfer._open(), in_engine)
 
 
 def set_label(transfer: Transfer, number: int) -> Transfer:

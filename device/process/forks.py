@@ -8,7 +8,6 @@ objects.
 from __future__ import annotations
 
 import os
-import socket
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -47,8 +46,12 @@ class Process(Struct, frozen=True, eq=False):
         )
 
 
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
 _here = Process()
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_kept: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
 
 def here() -> Process:
@@ -71,9 +74,11 @@ def _release(process: Process, release: Callable[..., Any], arguments: tuple[Any
         release(*arguments)
 
 
-def keep_from_children(connection: socket.socket) -> None:
-    """Makes forks' children close a socket, because otherwise the other end would not notice when this process ends."""
-    _sockets.add(connection)
+def keep_from_children(file: _Closable) -> None:
+    """Makes forks' children close a socket or a locked file, because otherwise other processes would not notice when
+    this process ends.
+    """
+    _kept.add(file)
 
 
 class _Lock(Protocol):
@@ -90,8 +95,8 @@ def hold_while_forking(lock: _Lock) -> None:
 def _begin() -> None:
     global _here  # noqa: PLW0603
     _here = Process()
-    for connection in list(_sockets):
-        connection.close()  # not shut down, because the parent still uses the socket
+    for file in list(_kept):
+        file.close()  # a socket is not shut down, because the parent still uses the socket
 
 
 os.register_at_fork(after_in_child=_begin)

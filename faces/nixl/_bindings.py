@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from proxyccl.channels.transfers.agent import Agent
@@ -85,13 +86,13 @@ class nixlXferTelemetry(Struct):
 
 class _Prepared(Struct, frozen=True, eq=False):
     """A prepared list, and the registered memory that contains its descriptors. `is_own` says whether the list is the
-    initiator's. `grant`: the list's grant.
+    initiator's. `grant`: the bytes of the list's grant, or the grant's key; b"" without a grant.
     """
 
     rows: NDArray[np.uint64] | StridedRows
     side: Side
     is_own: bool
-    grant: bytes
+    grant: bytes | int
 
 
 class _Posted(Struct, eq=False):
@@ -165,10 +166,10 @@ class nixlAgent:
             self._agent.deregister(*_regions_of(_required(descs, nixlRegDList)))
         return nixl_status_t.NIXL_SUCCESS
 
-    def grant(self, descs: nixlXferDList, lease: float | None) -> Grant:
+    def grant(self, descs: nixlXferDList, lease: float | None, key: int | None) -> Grant:
         granted = _required(descs, nixlXferDList)
         with in_nixls_words():
-            made = self._agent.grant(granted.rows[:, :2], lease=lease)
+            made = self._agent.grant(granted.rows[:, :2], lease=lease, key=key)
         granted.grant = made.encoded
         return made
 
@@ -284,6 +285,15 @@ class nixlAgent:
         self._prepared[handle] = _Prepared(rows, side, not name, descs.grant)
         return handle
 
+    def grantedDlist(self, handle: int, grant: bytes | int) -> int:
+        """Returns the handle of a prepared list of another agent that is the list of `handle`, with a grant."""
+        prepared = self._prepared.get(handle)
+        if prepared is None or prepared.is_own:
+            raise nixlInvalidParamError("expected a prepared list of the other side")
+        made = next(_HANDLES)
+        self._prepared[made] = replace(prepared, grant=grant)
+        return made
+
     def releasedDlistH(self, handle: int) -> nixl_status_t:
         self._prepared.pop(handle, None)
         return nixl_status_t.NIXL_SUCCESS
@@ -330,14 +340,14 @@ class nixlAgent:
         notification: str | bytes,
         ours: Side,
         theirs: Side,
-        grant: bytes,
+        grant: bytes | int,
     ) -> int:
         if not len(local) or len(local) != len(remote) or not np.array_equal(local[:, 1], remote[:, 1]):
             raise nixlInvalidParamError("the two sides differ in their number of descriptors, or in a length")
         rows = np.column_stack((local[:, 0], remote[:, :2]))
         with in_nixls_words():
             writes = operation == nixl_xfer_op_t.NIXL_WRITE
-            transfer = self._agent.prepare_checked(writes, rows, ours, theirs, grant=grant or None)
+            transfer = self._agent.prepare_checked(writes, rows, ours, theirs, grant=None if grant == b"" else grant)
         handle = next(_HANDLES)
         self._transfers[handle] = _Posted(transfer, theirs.name, bytes_of(notification) or None, len(local))
         return handle

@@ -293,6 +293,7 @@ struct ProxycclTransfer {
   int abandoned;   /* whether a cancel has timed out: the transfer ends as canceled once nothing accesses its memory */
   int orphaned;    /* whether the transfer is freed when it ends, because its handle has been released */
   Guard guards[2]; /* registrations of the local blocks and of the remote blocks */
+  ProxycclGranted granted; /* the grant of the remote blocks; `count` is 0 without one */
   ProxycclFault fault;
   uint64_t *words; /* the words of proxyccl_transfer_post_after, or NULL */
   int rung;        /* whether the stream has started the transfer; 1 if no stream starts it */
@@ -435,6 +436,12 @@ void link_ready(ProxycclLink *link, uint32_t events);
 void link_watched(ProxycclLink *link, uint32_t events); /* handles events; called by the thread */
 void link_help(ProxycclLink *link);                     /* sends and receives for a caller that polls */
 void link_look(ProxycclLink *link);                     /* ends the link if the peer has disconnected */
+
+/* grants.c */
+/* Locks the grant of a transfer that starts. Returns 0, ESTALE if a block is revoked, or the errno of a failed lock. */
+int grant_enter(ProxycclTransfer *transfer);
+/* Unlocks the grant of a transfer that has ended. Returns whether no block was revoked before. */
+int grant_leave(ProxycclTransfer *transfer);
 
 /* log.c */
 void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state);

@@ -60,20 +60,6 @@ void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed) {
 
 uint64_t proxyccl_ledger_count(const uint64_t *ledger) { return __atomic_load_n(&ledger[0], __ATOMIC_ACQUIRE); }
 
-void proxyccl_ledger_revoke(uint64_t *ledger, const uint64_t *numbers, uint64_t count) {
-  for (uint64_t i = 0; i < count; ++i)
-    __atomic_store_n(&ledger[numbers[i] % PROXYCCL_LEDGER_WORDS], 0, __ATOMIC_RELAXED);
-  __atomic_thread_fence(__ATOMIC_SEQ_CST); /* Pairing grant, release: of the words, before the memory is overwritten. */
-}
-
-uint64_t proxyccl_ledger_revoked(const uint64_t *ledger, const uint64_t *numbers, uint64_t count) {
-  __atomic_thread_fence(__ATOMIC_ACQUIRE); /* Pairing grant, acquire: after the memory was copied. */
-  for (uint64_t i = 0; i < count; ++i) {
-    if (__atomic_load_n(&ledger[numbers[i] % PROXYCCL_LEDGER_WORDS], __ATOMIC_RELAXED) != numbers[i]) return i;
-  }
-  return count;
-}
-
 void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint64_t *ledger, const uint64_t *rows,
                              uint64_t count) {
   pthread_mutex_lock(&transfer->agent->lock);
@@ -105,6 +91,7 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
     /* Copies may have accessed another process that got the ended peer's process id. */
     state = PROXYCCL_TRANSFER_LOST;
   }
+  if (!grant_leave(transfer) && state == PROXYCCL_TRANSFER_DONE) state = PROXYCCL_TRANSFER_STALE;
   if (state == PROXYCCL_TRANSFER_DONE && transfer->has_message) {
     ProxycclAgent *agent = transfer->agent;
     const Buffer *message = &transfer->message;
@@ -205,6 +192,7 @@ static int post(ProxycclTransfer *transfer, const char *message, uint64_t bytes,
   if (transfer->state == PROXYCCL_TRANSFER_ACTIVE) error = EBUSY;
   if (error == 0) transfer->message.used = 0;
   if (error == 0 && message != NULL && !buffer_append(&transfer->message, message, bytes)) error = ENOMEM;
+  if (error == 0) error = grant_enter(transfer);
   if (error == 0) {
     transfer->has_message = message != NULL;
     transfer->times.posted = posted;

@@ -28,7 +28,8 @@ typedef enum ProxycclTransferState {
   PROXYCCL_TRANSFER_CANCELED, /* this side canceled the transfer */
   PROXYCCL_TRANSFER_LOST,     /* the link ended */
   PROXYCCL_TRANSFER_REFUSED,  /* the peer has not registered a block; see proxyccl_transfer_fault */
-  PROXYCCL_TRANSFER_FAILED    /* a copy failed; see proxyccl_transfer_error and proxyccl_transfer_fault */
+  PROXYCCL_TRANSFER_FAILED,   /* a copy failed; see proxyccl_transfer_error and proxyccl_transfer_fault */
+  PROXYCCL_TRANSFER_STALE     /* a granted block was revoked before the copy was complete */
 } ProxycclTransferState;
 
 /* The reason why a transfer could not access memory. */
@@ -164,12 +165,19 @@ void proxyccl_ledger_begin(uint64_t *ledger, uint64_t number);
 /* Ends a registration, unless it has ended already. `freed`: whether the memory is no longer mapped. Thread-safe. */
 void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed);
 uint64_t proxyccl_ledger_count(const uint64_t *ledger);
-/* Revokes grants, whose numbers `proxyccl_ledger_begin` has stored. After this call the owner may overwrite the granted
- * memory. Unlike `proxyccl_ledger_end`, does not count an end, so peers do not check all their registrations again. */
-void proxyccl_ledger_revoke(uint64_t *ledger, const uint64_t *numbers, uint64_t count);
-/* Returns the index of the first number that was revoked, or `count` if none was. A reader calls this function after it
- * has copied the granted memory: the data of all numbers before the index was not overwritten. */
-uint64_t proxyccl_ledger_revoked(const uint64_t *ledger, const uint64_t *numbers, uint64_t count);
+/* A granted block has a number and a word like a registration. The word is n until the owner revokes the block, ~n
+ * while the owner waits for active transfers, and then 0. The next function sets the words to ~n or, if `ends` is not
+ * 0, to 0; after that the owner may overwrite blocks that others read. Unlike `proxyccl_ledger_end`, this function does
+ * not count an end, so peers do not check all their registrations again. */
+void proxyccl_ledger_revoke(uint64_t *ledger, const uint64_t *numbers, uint64_t count, int ends);
+/* Returns the index of the first number whose word is 0 (or, if `starts` is not 0, ~n), or `count` if there is none. A
+ * reader calls this function after it has copied the granted memory: the data of all numbers before the index was not
+ * overwritten. */
+uint64_t proxyccl_ledger_revoked(const uint64_t *ledger, const uint64_t *numbers, uint64_t count, int starts);
+/* Waits until no transfer of a grant is active in a process that maps the ledger. `ledger_file`: a descriptor of the
+ * ledger's file, with which no transfer locks. `grant`: the number of the grant's first block. Returns 0, EBUSY after
+ * the time-out, or an errno of fcntl. */
+int proxyccl_ledger_wait(int ledger_file, uint64_t grant, uint64_t timeout_ns);
 
 /* Creates a link over a connected stream socket. Takes ownership of the socket, even if it fails. `peer_secret`: the
  * secret of the agent at the other end. `process`: a pidfd of the peer's process, which this function also takes
@@ -239,6 +247,17 @@ ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, Proxy
  * piece. */
 void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint64_t *ledger, const uint64_t *rows,
                              uint64_t count);
+/* The grant of a transfer's remote blocks. The numbers, the ledger and the descriptor must outlive the transfer. */
+typedef struct ProxycclGranted {
+  const uint64_t *ledger, *numbers; /* the owner's ledger, and the numbers of the blocks; their order is arbitrary */
+  uint64_t count;
+  uint64_t grant;    /* the number of the grant's first block */
+  uint64_t deadline; /* when the lease ends, in ns of CLOCK_MONOTONIC; 0 without a lease */
+  int32_t locks;     /* a descriptor of the ledger's file, with which transfers lock the grant */
+} ProxycclGranted;
+/* Sets the grant of a transfer. A start then returns ESTALE if a block is revoked, and a transfer whose blocks are
+ * revoked before its copies are complete ends as PROXYCCL_TRANSFER_STALE. */
+void proxyccl_transfer_set_grant(ProxycclTransfer *transfer, const ProxycclGranted *granted);
 /* Sets a number that the transfer's log records contain, and by which Python finds the transfer's peer and path. */
 void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
 /* Cancels the transfer if it is active, and frees it. Returns 0. If the cancel has not succeeded after 30 s, returns
@@ -246,8 +265,8 @@ void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
 int proxyccl_transfer_release(ProxycclTransfer *transfer);
 /* Starts the transfer. `message`: a message to send to the peer once the data has arrived, or NULL. `stream`: a stream
  * of the copying device, or NULL; the copies run after the stream's earlier work and before its later work. If `stream`
- * is NULL, a short transfer ends before the function returns. Returns 0, EBUSY if the transfer is active, EMSGSIZE, or
- * ENOMEM. */
+ * is NULL, a short transfer ends before the function returns. Returns 0, EBUSY if the transfer is active, EMSGSIZE,
+ * ENOMEM, ESTALE if a granted block is revoked, or the errno of a lock of the grant. */
 int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream);
 /* Starts the transfer once a stream has set words[0] to a nonzero value. When the transfer has ended, successfully or
  * not, words[1] becomes 1, and the stream's later work waits for words[1]. At the call both words must be 0. The words

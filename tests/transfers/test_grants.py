@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
+from proxyccl import Runtime
 from proxyccl.channels.transfers import agent as agent_module
 from proxyccl.channels.transfers.errors import MetadataError
-from proxyccl.device.errors import ArgumentError, ClosedError
+from proxyccl.device.arrays.array import Array
+from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 from proxyccl.nixl._api import nixl_agent
 from proxyccl.nixl.errors import nixlBackendError, nixlInvalidParamError
 from proxyccl.transfer import (
@@ -30,6 +35,8 @@ from proxyccl.transfer import (
     shared_empty,
 )
 from support.agents import child, force_path
+from support.devices import rank_runtime
+from support.stream_words import wait_value, write_value
 
 BLOCKS, NBYTES = 8, 1 << 12
 
@@ -44,7 +51,7 @@ class Sides:
     """An owner with BLOCKS blocks of `nbytes` bytes, and a reader that has added the owner."""
 
     def __init__(self, path: str, *, far: bool = False, nbytes: int = NBYTES, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self.far = nbytes, far
         if far:  # a peer of another host can't map the ledger
             monkeypatch.setattr(agent_module, "_open_ledger", lambda place: (None, "it is on another host"))
         self.owner, self.reader = Agent("owner", listen=["127.0.0.1"]), Agent("reader", listen=["127.0.0.1"])
@@ -71,7 +78,40 @@ class Sides:
         self.reader.close()
 
 
-@pytest.fixture(params=["process_vm", "shared_memory", "unix", "tcp", "unix, far", "tcp, far"])
+@cache
+def one_runtime() -> Runtime:
+    return rank_runtime(0)
+
+
+class Held:
+    """A started transfer, which stays active until `release`: a stream that waits for a word starts its copies. If the
+    owner's ledger can't be mapped, the copies are complete and only the check of the grant is left, because nobody has
+    asked for the state.
+    """
+
+    def __init__(self, agent: Agent, transfer: Transfer, *, far: bool = False, message: bytes | None = None) -> None:
+        self.transfer, self._far, self._runtime = transfer, far, one_runtime()
+        agent.register(Array(self._runtime, self._runtime.allocate(8), (8,), as_dtype("uint8")))  # to use its streams
+        self._gate = self._runtime.allocate_pinned(8)
+        if far:
+            transfer.start(message)
+            while not transfer.times.ended:
+                time.sleep(1e-4)
+        else:
+            self._stream = self._runtime.create_stream()
+            wait_value(self._runtime, self._gate.ptr, 1, self._stream)
+            transfer.start(message, stream=self._stream)
+
+    def release(self) -> None:
+        if not self._far:
+            write_value(self._runtime, self._gate.ptr, 1, self._runtime.create_stream())
+            self._stream.synchronize()
+
+
+NEAR = ["process_vm", "shared_memory", "unix", "tcp"]
+
+
+@pytest.fixture(params=[*NEAR, "unix, far", "tcp, far"])
 def sides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sides]:
     path, _, far = request.param.partition(", ")
     made = Sides(path, far=bool(far), monkeypatch=monkeypatch)
@@ -112,10 +152,10 @@ def test_a_read_of_revoked_blocks_names_them_and_those_that_arrived(sides: Sides
 
 def test_blocks_that_are_revoked_during_a_read_are_stale_and_the_others_arrived(sides: Sides) -> None:
     grant = sides.grant()
-    read = sides.reader.prepare("read", "owner", sides.rows(0, 1, 2), grant=grant.encoded).start()
-    while not read.times.ended:  # the check has not begun, because nobody has asked for the state
-        time.sleep(1e-4)
+    read = sides.reader.prepare("read", "owner", sides.rows(0, 1, 2), grant=grant.encoded)
+    held = Held(sides.reader, read, far=sides.far)
     grant.revoke([sides.address(1)])
+    held.release()
     with pytest.raises(StaleReadError, match="during the read") as raised:
         read.wait()
     assert list(raised.value.stale) == [1]
@@ -123,6 +163,120 @@ def test_blocks_that_are_revoked_during_a_read_are_stale_and_the_others_arrived(
     assert read.state is State.STALE
     with pytest.raises(StaleReadError):
         read.done()
+
+
+@pytest.mark.parametrize("sides", NEAR, indirect=True)
+def test_revoking_waits_for_reads_of_this_host(sides: Sides) -> None:
+    grant, other = sides.grant(), sides.grant()
+    prepare = sides.reader.prepare
+    read = prepare("read", "owner", sides.rows(0, 1), grant=grant.encoded)
+    elsewhere = prepare("read", "owner", sides.rows(3), grant=other.encoded)
+    late = prepare("read", "owner", sides.rows(2), grant=grant.encoded)
+    held, unaffected = (Held(sides.reader, each) for each in (read, elsewhere))
+    with ThreadPoolExecutor(1) as threads:
+        revoking = threads.submit(grant.revoke, wait=10.0)
+        while grant.active:
+            time.sleep(1e-4)
+        with pytest.raises(StaleReadError, match="before the read began"):
+            late.start()
+        assert not revoking.done()
+        held.release()
+        assert revoking.result(20)
+    expected = sides.memory[: 2 * NBYTES].copy()
+    sides.memory[:] = 7
+    read.wait()
+    assert (sides.target[: 2 * NBYTES] == expected).all()
+    unaffected.release()
+
+
+@pytest.mark.parametrize("sides", NEAR, indirect=True)
+def test_revoking_says_that_a_read_is_still_active(sides: Sides) -> None:
+    grant = sides.grant()
+    held = Held(sides.reader, sides.reader.prepare("read", "owner", sides.rows(0), grant=grant.encoded))
+    assert not grant.revoke([sides.address(0)], wait=0.01)
+    assert not grant.revoke()
+    held.release()
+    with pytest.raises(StaleReadError, match="during the read"):
+        held.transfer.wait()
+    assert grant.revoke()
+
+
+@pytest.mark.parametrize("sides", ["tcp, far"], indirect=True)
+def test_a_read_from_another_host_is_not_waited_for(sides: Sides) -> None:
+    grant = sides.grant()
+    held = Held(sides.reader, sides.reader.prepare("read", "owner", sides.rows(0), grant=grant.encoded), far=True)
+    assert grant.revoke(wait=10.0)
+    with pytest.raises(StaleReadError):
+        held.transfer.wait()
+
+
+def test_a_canceled_read_is_not_waited_for(sides: Sides) -> None:
+    grant = sides.grant()
+    held = Held(sides.reader, sides.reader.prepare("read", "owner", sides.rows(0), grant=grant.encoded), far=sides.far)
+    held.transfer.cancel()
+    assert grant.revoke()
+    held.release()
+
+
+def test_a_killed_reader_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forked child of the reader lives on."""
+    sides = Sides("process_vm", monkeypatch=monkeypatch)
+    grant, metadata = sides.grant(), sides.owner.metadata()
+
+    def read(connection: socket.socket) -> None:
+        with Agent("child") as reader:
+            target = np.zeros(NBYTES, np.uint8)
+            row = (reader.register(target).address, sides.address(0), NBYTES)
+            reader.add(metadata)
+            held = Held(reader, reader.prepare("read", "owner", [row], grant=grant.encoded))
+            if os.fork() != 0:
+                connection.send(held.transfer.state.name.encode())
+            connection.recv(1)
+
+    with child(read) as process:
+        assert process.receive() == b"ACTIVE"
+        assert not grant.revoke(wait=0.01)
+        process.kill()
+        assert grant.revoke(wait=10.0)
+    sides.close()
+
+
+def test_a_message_arrives_only_of_reads_that_are_not_stale(sides: Sides) -> None:
+    grant = sides.grant()
+    read = sides.reader.prepare("read", "owner", sides.rows(0), grant=grant.encoded)
+    read.start(b"whole").wait()
+    held = Held(sides.reader, read, far=sides.far, message=b"stale")
+    grant.revoke()
+    held.release()
+    with pytest.raises(StaleReadError):
+        read.wait()
+    sides.reader.notify("owner", b"last")
+    messages: list[tuple[str, bytes]] = []
+    while ("reader", b"last") not in messages:
+        sides.owner.wait_for_message(10.0)
+        messages += sides.owner.messages()
+    assert messages == [("reader", b"whole"), ("reader", b"last")]
+
+
+def test_readers_name_a_grant_by_its_key(sides: Sides) -> None:
+    grant = sides.grant(key=7)
+    read = sides.reader.prepare("read", "owner", sides.rows(0, 2), grant=7)
+    read.start().wait()
+    assert (sides.target[:NBYTES] == sides.memory[:NBYTES]).all()
+    sides.reader.read("owner", sides.rows(1), grant=grant.encoded).wait()
+    with pytest.raises(StaleReadError):  # nobody has granted with this key
+        sides.reader.read("owner", sides.rows(0), grant=8).wait()
+    grant.revoke([sides.address(5)])
+    with pytest.raises(StaleReadError) as raised:
+        read.start().wait()
+    assert list(raised.value.stale) == [0, 1]
+    with sides.grant(key=7 + 65536), pytest.raises(ResourceError, match="key 7 "):
+        sides.grant(key=7)
+    for key in (-1, 1 << 40, "7"):
+        with pytest.raises(ArgumentError, match="key"):
+            sides.grant(key=key)
+        with pytest.raises(ArgumentError, match="grant"):
+            sides.reader.read("owner", sides.rows(0), grant=key)  # type: ignore[arg-type]
 
 
 def test_a_block_that_is_granted_again_is_another_generation(sides: Sides) -> None:
@@ -178,9 +332,12 @@ def test_within_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
         with owner.grant([(region.address, NBYTES)]) as grant:
             row = (region.address + NBYTES, region.address, NBYTES)
             owner.read("owner", [row], grant=grant.encoded).wait()
+            held = Held(owner, owner.prepare("read", "owner", [row], grant=grant.encoded))
+            assert not grant.revoke()
+            held.release()
         with pytest.raises(StaleReadError):
             owner.read("owner", [row], grant=grant.encoded).wait()
-        assert owner.regions == [region]
+        assert owner.regions[0] == region
 
 
 def test_wrong_arguments(sides: Sides) -> None:
@@ -194,6 +351,9 @@ def test_wrong_arguments(sides: Sides) -> None:
     with pytest.raises(ArgumentError, match="lease"):
         sides.grant(lease=-1.0)
     with sides.grant() as grant:
+        for wait in (-1.0, "1", True):
+            with pytest.raises(ArgumentError, match="wait"):
+                grant.revoke(wait=wait)  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="granted block"):
             grant.revoke([sides.address(0) + 1])
         with pytest.raises(ArgumentError, match="grant"):
@@ -261,10 +421,10 @@ def test_a_forked_child_does_not_revoke_its_parent_s_grant(monkeypatch: pytest.M
 
 def test_each_stale_read_is_an_error_of_its_own(sides: Sides) -> None:
     grant = sides.grant()
-    read = sides.reader.prepare("read", "owner", sides.rows(0), grant=grant.encoded).start()
-    while not read.times.ended:
-        time.sleep(1e-4)
+    read = sides.reader.prepare("read", "owner", sides.rows(0), grant=grant.encoded)
+    held = Held(sides.reader, read, far=sides.far)
     grant.revoke()
+    held.release()
     errors = []
     for _ in range(2):
         with pytest.raises(StaleReadError) as raised:
@@ -282,9 +442,9 @@ def test_grants_add_no_regions_of_the_program(sides: Sides) -> None:
     assert sides.reader.regions_of("owner") == [sides.there]
 
 
-@pytest.mark.parametrize("prepared", [True, False])
-def test_a_list_of_nixl_carries_its_grant(prepared: bool) -> None:
-    owner, reader = (nixl_agent(f"{name}, {prepared}") for name in ("owner", "reader"))
+@pytest.mark.parametrize("way", ["list", "prepared", "granted when prepared"])
+def test_a_list_of_nixl_carries_its_grant(way: str) -> None:
+    owner, reader = (nixl_agent(f"{name}, {way}") for name in ("owner", "reader"))
     memory, target = np.full(4 * NBYTES, 5, np.uint8), np.zeros(4 * NBYTES, np.uint8)
     rows, here = ([(array.ctypes.data + block * NBYTES, NBYTES, 0) for block in range(4)] for array in (memory, target))
     for agent, blocks in ((owner, rows), (reader, here)):
@@ -294,11 +454,14 @@ def test_a_list_of_nixl_carries_its_grant(prepared: bool) -> None:
     grant = owner.grant(descs)
     remote = reader.deserialize_descs(owner.get_serialized_descs(descs))
     assert remote == descs
+    plain = reader.get_xfer_descs(rows, "DRAM")
     local = reader.get_xfer_descs(here, "DRAM")
 
     def read(operation: str = "READ") -> str:
-        if prepared:
+        if way != "list":
             ours, theirs = reader.prep_xfer_dlist("", local), reader.prep_xfer_dlist(name, remote)
+            if way == "granted when prepared":
+                theirs = reader.granted_dlist(reader.prep_xfer_dlist(name, plain), grant.encoded)
             handle = reader.make_prepped_xfer(operation, ours, range(4), theirs, range(4))
         else:
             handle = reader.initialize_xfer(operation, local, remote, name)

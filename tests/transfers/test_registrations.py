@@ -301,9 +301,9 @@ def test_an_agent_that_is_gone_leaves_nothing_mapped() -> None:
 
 def test_regions_for_which_there_is_no_room_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with Agent("a", listen=()) as agent:
-        monkeypatch.setattr(ledger, "_WORDS", 4)
+        monkeypatch.setattr(ledger, "_SLOTS", 5)  # the ledger itself takes a slot
         regions = [Region(4096 * (1 + index), 10) for index in range(4)]
-        with pytest.raises(ResourceError, match="at most 3 registered regions"):
+        with pytest.raises(ResourceError, match="at most 4 registered regions"):
             agent.register_regions(regions)
         assert agent.regions == []
         agent.register_regions(regions[:3])

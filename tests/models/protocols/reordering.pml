@@ -12,6 +12,7 @@
  * - cleared: a packet that is cleared before the peer sends the next one to its place
  * - calls: two ranks that look for each other's call after their own (calls.c)
  * - grant: a block that a reader copies while its owner revokes and overwrites it (pairing grant)
+ * - locks: a granted block that its owner reuses once no transfer locks the grant (pairings grant-lock and grant-unlock)
  */
 #include "bugs.pml"
 
@@ -141,6 +142,30 @@ end:
   od
 }
 
+/* locks: a transfer locks its grant, and copies the block unless the block is revoked; the owner revokes the block, and
+ * reuses it when the grant is not locked. */
+byte locked, revoked, starts, reused;
+
+proctype transferring() {
+end:
+  do
+  STEP(a1, true, locked = 1)
+  STEP(a2, a1 || BUG(10), starts = !revoked) /* grant-lock: a full fence */
+  STEP(a3, a2, assert(!starts || !reused))
+  STEP(c1, a2 && (a3 || BUG(11)), locked = 0) /* grant-unlock: release fence */
+  :: a1 && a2 && a3 && c1 -> break
+  od
+}
+proctype waiting() {
+end:
+  do
+  STEP(b1, true, revoked = 1)
+  STEP(b2, (b1 || BUG(12)) && locked == 0, skip) /* grant-lock: a full fence */
+  STEP(b3, b1 && b2, reused = 1)
+  :: b1 && b2 && b3 -> break
+  od
+}
+
 init {
   CHOOSE_BUG;
   if
@@ -153,5 +178,6 @@ init {
      _nr_pr == 1 -> assert(seen[0] || seen[1])
   :: atomic { run copying(); run reusing() };
      _nr_pr == 1 -> assert(looked_at == 0 || (copy[0] == 0 && copy[1] == 0))
+  :: atomic { run transferring(); run waiting() }
   fi
 }
