@@ -64,8 +64,8 @@ class ExpertPlaces:
         self._group, self._options, self._local, self._number = group, options, nodes.members[nodes.own], number
         self._left = [rank for rank in range(options.all_ranks) if rank not in options.lost_ranks]
         self.turns = 0
-        self.ids = allocate(group, (config.max_tokens, config.topk), "int32")
-        self._table = allocate(group, (options.all_experts + 1 + options.places,), "int32")
+        self.ids = allocate(group, (config.max_tokens, config.topk), "int32", "experts")
+        self._table = allocate(group, (options.all_experts + 1 + options.places,), "int32", "experts")
         kernel = group.runtime.shipped("experts/places.h", "expert_places", compiled_only=options.use_aot)
         dropped = config.num_experts if dropping & NUMBER_DROPS else -1
         self._sizes = options.all_experts, config.topk, config.rank, dropping, dropped
