@@ -206,8 +206,8 @@ def test_all_ranks_or_none_get_the_grown_communicator(monkeypatch: pytest.Monkey
         require_sums(layer, rank)
 
     def joins() -> None:
-        with pytest.raises(CommunicatorError):
-            Communicator(whole[1], "host", timeout=TIMEOUT).barrier()
+        with pytest.raises(CommunicatorError), Communicator(whole[1], "host", timeout=TIMEOUT) as comm:
+            comm.barrier()
 
     run_with_joining((1,), stays, joins)
 
