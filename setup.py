@@ -24,7 +24,7 @@ def kernel_libraries() -> dict[str, str]:
     """
     types = runpy.run_path("device/arrays/element_types.py")["ELEMENT_TYPES"]
     dispatches = ("dispatch", "dispatch_masks", "dispatch_shared_masks")
-    files = ("combine", "dispatch", "quantize", "spread", "survivors", "weigh")
+    files = ("combine", "dispatch", "places", "quantize", "spread", "weigh")
     moves = (
         "moves",
         "packet_moves",

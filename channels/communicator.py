@@ -344,7 +344,13 @@ class Communicator(CollectiveCalls):
             grown._collectives.start()
         except ProxyCCLError as error:
             failure = error
-        if self._group.all_have_grown(joined=failure is None):
+        try:
+            all_have = self._group.all_have_grown(joined=failure is None)
+        except BaseException:
+            if is_open:
+                grown._group.close(reason="grow: the ranks could not agree")
+            raise
+        if all_have:
             grown._group.symmetric.inherit(self._group.symmetric)
             return grown
         reason = "grow: a rank could not join"

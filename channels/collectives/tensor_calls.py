@@ -7,14 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from proxyccl.channels.arguments import readable_view
 from proxyccl.channels.collectives import transfers
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.moves import ALL_GATHER, ALL_TO_ALL, BROADCAST
 from proxyccl.channels.collectives.reductions import ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from proxyccl.channels.collectives.request import CTA_POLICIES, CtaPolicy
 from proxyccl.channels.collectives.run import issue, options_of_barrier, preparing
-from proxyccl.channels.collectives.table import REDUCTION_OF_SCHEDULES
 
 CallInC = Callable[[Any, Any, tuple[Any, ...], int], bool]
 """call(x, out, options, stream) makes a call on a stream, named by its handle, without Python. The call returns False,
@@ -36,7 +34,6 @@ class TensorCalls:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._usual: CtaPolicy | None = "efficiency" if collectives.standing.cta_policy is None else None
-        self._prepare_all_reduce = preparing(collectives, ALL_REDUCE)
         self.call_kept: CallInC = collectives.group.launches.calls.call_kept
 
     def options(
@@ -63,11 +60,6 @@ class TensorCalls:
             x, out: contiguous tensors; `out` is an empty tuple if this rank drops the result of a reduction.
         """
         issue(self._collectives, x, out, options, None)
-        if options[0] is self._prepare_all_reduce and x.nbytes >= LONG_BYTES and self.chooses:
-            # The driver loads a kernel only while the device is idle. So the kernel of calls by proxy is loaded now, in
-            # the program's first step, and not before a later call, for which the program has queued more work.
-            group, kernel = self._collectives.group, REDUCTION_OF_SCHEDULES
-            group.runtime.shipped(kernel.file, kernel.name, readable_view(group, x, "x").dtype.name, options[1])
 
     @property
     def chooses(self) -> bool:

@@ -323,14 +323,16 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         self.calls.threads.await_calls(time.monotonic() + self._timeout.total_seconds())
         with torch_errors():
             for communicator in self.endpoints.in_order():
-                communicator.suspend(save=save)
+                if not communicator.suspended:  # as after an earlier call that failed on another communicator
+                    communicator.suspend(save=save)
 
     def resume(self) -> None:
         """Allocates the device memory again, after `suspend`. All ranks call this together."""
         self.calls.require_process()
         with torch_errors():
             for communicator in self.endpoints.in_order():
-                communicator.resume()
+                if communicator.suspended:
+                    communicator.resume()
 
     def memory_stats(self) -> dict[str, int]:
         """Returns the bytes of device memory of this group's communicators, by the names of NCCL's backend: "suspend"

@@ -17,7 +17,7 @@
 enum { RAILS = PROXYCCL_RAILS, PARTS = PROXYCCL_RAIL_PARTS };
 enum { WR_FLUSH_ERR = 5 }; /* an ibv_wc_status */
 
-#define LONGEST_NS 10000000000ull /* longest recovery */
+#define LONGEST_NS 30000000000ull /* longest recovery */
 
 typedef struct {
   ProxycclConnection *wire;
