@@ -18,8 +18,8 @@ Near = str | int | None
 near.
 """
 
-SAME_SWITCH, SAME_BRIDGE, SAME_NODE, OTHER_NODE, UNKNOWN = range(5)
-KINDS = ("same PCIe switch", "same host bridge", "same NUMA node", "other NUMA node", "unknown place")
+SAME_SWITCH, SAME_NODE, OTHER_NODE, UNKNOWN = range(4)
+KINDS = ("same PCIe switch", "same NUMA node", "other NUMA node", "unknown place")
 
 
 class Nearness(NamedTuple):
@@ -27,7 +27,7 @@ class Nearness(NamedTuple):
 
     Attributes:
         kind: the index in `KINDS`.
-        distance: for PCI devices below one host bridge, the number of bridges and devices on the way; between NUMA
+        distance: for PCI devices below one switch, the number of bridges and devices on the way; between NUMA
             nodes, the distance that the firmware reports; otherwise 0.
     """
 
@@ -60,11 +60,10 @@ class NearnessTo:
         distance = None if node is None else self._distances.get(node)
         pairs = zip(self._path, path, strict=False)
         common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        way = len(self._path) + len(path) - 2 * common
         if common > 1:
-            return Nearness(SAME_SWITCH, way)
+            return Nearness(SAME_SWITCH, len(self._path) + len(path) - 2 * common)
         if common == 1 and not distance:  # a virtual machine may show all devices of all NUMA nodes below one bridge
-            return Nearness(SAME_BRIDGE, way)
+            return Nearness(SAME_NODE, 0)
         if distance is None:
             return Nearness(UNKNOWN, 0)
         return Nearness(OTHER_NODE, distance) if distance else Nearness(SAME_NODE, 0)
