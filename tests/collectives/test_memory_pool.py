@@ -152,7 +152,8 @@ def test_a_freed_segment_stays_while_it_is_registered(ranks: Ranks) -> None:
         assert left.freed
         assert registered(comm, part)
         comm.deregister(registration)
-        wait_for(lambda: pool.segments() == before, "the pool's memory is freed")
+        # `before` may contain a segment of an earlier test that has been freed meanwhile.
+        wait_for(lambda: all(segment in before for segment in pool.segments()), "the pool's memory is freed")
 
     ranks.run(body)
 
