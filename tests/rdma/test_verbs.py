@@ -162,6 +162,22 @@ def test_a_rail_that_fails_ends_the_connection() -> None:
 RETRY_EXC_ERR = 12
 
 
+def random_trigger(
+    rng: random.Random, channels: int, own: NDArray[np.uint8], expected: NDArray[np.uint8]
+) -> tuple[Operation, int, int, dict[str, int]]:
+    """Returns the operation, the channel, the size and the offsets of a random trigger. If the trigger gets data, also
+    makes the get in `own`, from the peer's memory `expected`.
+    """
+    operation = Operation(rng.randint(1, 7))
+    channel = rng.randrange(channels)
+    size = rng.randint(0, 300) if operation & PUT else 0
+    start, end = rng.randrange(len(own) - 300), rng.randrange(len(expected) - 300)
+    if not operation & PUT or rng.randrange(3):
+        return operation, channel, size, {"source": start, "destination": end}
+    own[start : start + size] = expected[end : end + size]
+    return operation | GET, channel, size, {"source": end, "destination": start}
+
+
 @needs_transport
 @pytest.mark.parametrize("seed", range(12))
 def test_what_a_failed_rail_has_not_done_is_done_once_by_the_other(seed: int) -> None:
@@ -180,16 +196,9 @@ def test_what_a_failed_rail_has_not_done_is_done_once_by_the_other(seed: int) ->
         peer.devices[failing].fail_request(rng.randrange(1, 80), RETRY_EXC_ERR)
         signals = [0, 0]
         for _ in range(300):
-            operation = Operation(rng.randint(1, 7))
-            channel = rng.randrange(2)
-            size = rng.randint(0, 300) if operation & PUT else 0
-            start, end = rng.randrange(len(source) - 300), rng.randrange(len(destination) - 300)
-            where: dict[str, int] = {"source": start, "destination": end}
-            if operation & PUT and rng.randrange(3) == 0:
-                operation |= GET
-                own[start : start + size] = expected[end : end + size]
-                where = {"source": end, "destination": start}
-            else:
+            operation, channel, size, where = random_trigger(rng, 2, own, expected)
+            if not operation & Operation.GET:
+                start, end = where["source"], where["destination"]
                 expected[end : end + size] = own[start : start + size]
             loop.push(0, operation, size, channel=channel, **where)
             signals[channel] += bool(operation & SIGNAL)
@@ -260,20 +269,13 @@ def test_everything_happens_as_if_one_after_another(seed: int, speeds: tuple[int
         for device in peer.devices:
             device.dawdle(rng.choice([1, 3, 40]), seed)
         for _ in range(600):
-            operation = Operation(rng.randint(1, 7))
-            channel = rng.randrange(3)
-            size = rng.randint(0, 300) if operation & PUT else 0
-            start, end = rng.randrange(len(source) - 300), rng.randrange(len(destination) - 300)
-            where: dict[str, int] = {"source": start, "destination": end}
-            if operation & PUT and rng.randrange(3) == 0:
-                operation |= GET
-                own[start : start + size] = expected[end : end + size]
-                where = {"source": end, "destination": start}
-            elif operation & PUT and not seed % 2 and rng.randrange(4) == 0:
+            operation, channel, size, where = random_trigger(rng, 3, own, expected)
+            start, end = where["source"], where["destination"]
+            if operation & PUT and not operation & Operation.GET and not seed % 2 and rng.randrange(4) == 0:
                 value, size = rng.getrandbits(64), rng.choice([1, 2, 4, 8])
                 expected[end : end + size] = bytes_of_value(value, size)
                 where["value"] = value
-            else:
+            elif not operation & Operation.GET:
                 written += size
                 expected[end : end + size] = own[start : start + size]
             ticket = loop.push(0, operation, size, channel=channel, **where)
