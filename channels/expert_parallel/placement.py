@@ -49,7 +49,7 @@ class ExpertPlaces:
 
     Args:
         group, options, nodes, grid: those of the layer.
-        number: the layer's number, which ranks compare.
+        number: the layer's number; the ranks compare their layers' numbers at each change of the placement.
 
     Attributes:
         ids: int32: the places of the dispatch in flight; only one dispatch is in flight at a time. The slots of experts

@@ -163,8 +163,8 @@ static uint64_t completed(const RailsConnection *self) {
   return next - 1;
 }
 
-/* Returns whether a rail is no longer used. */
-static int is_left(const RailsConnection *self, uint32_t rail) {
+/* Returns whether a rail has failed. */
+static int has_failed(const RailsConnection *self, uint32_t rail) {
   return self->stage != BOTH_UP && rail == self->failed;
 }
 
@@ -177,7 +177,7 @@ static int issue(ProxycclConnection *base) {
     if (operation->kind == FLUSH) {
       posted = flushes_push(&self->queue.flushes, operation, self->made, completed(self));
       for (uint32_t i = 0; i < RAILS && status == 0; ++i)
-        if (self->rails[i].marked != self->rails[i].last && !is_left(self, i)) status = mark(&self->rails[i]);
+        if (self->rails[i].marked != self->rails[i].last && !has_failed(self, i)) status = mark(&self->rails[i]);
     } else if (operation->bytes >= self->cut) {
       status = post_cut(self, operation, &posted);
     } else if (has_room(&self->rails[self->home]) && !waits_for_others(self, self->home, operation)) {
@@ -330,7 +330,7 @@ static int recover(RailsConnection *self, uint32_t *progress) {
 /* Polls the rails that are up, and begins a recovery if one fails here or at the peer. */
 static int poll_rails(RailsConnection *self, uint32_t *progress) {
   for (uint32_t i = 0; i < RAILS; ++i) {
-    if (is_left(self, i)) continue;
+    if (has_failed(self, i)) continue;
     int status = poll_rail(&self->rails[i], progress);
     if (status != 0) status = begin_recovery(self, i, status, TELLING);
     if (status != 0) return status;
