@@ -58,7 +58,7 @@ from proxyccl.channels.transfers.paths import (
 from proxyccl.channels.transfers.peers import Peer
 from proxyccl.channels.transfers.preparing import Pair, Preparer, Side, kind_of
 from proxyccl.channels.transfers.published import Published
-from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, is_unicode, require_valid
+from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, holder_of, is_unicode, require_valid
 from proxyccl.channels.transfers.transfer import State, Transfer, has_ended, set_guard, set_label
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import Array, as_view
@@ -770,7 +770,10 @@ class Agent:
             here, here_rows = ours.holders(moved[:, 0], self._own)
             there, there_rows = theirs.holders(moved[:, 1], self._regions(known))
         kinds = (ours.kind, theirs.kind) if len(moved) else (DRAM, DRAM)
-        transfer = self._preparer.prepare(Pair(link, known, name, writes, moved, kinds, (here, there)))
+        apart = None
+        if VRAM in kinds:
+            apart = np.column_stack((holder_of(moved[:, 0], here), holder_of(moved[:, 1], there))).astype(np.uint64)
+        transfer = self._preparer.prepare(Pair(link, known, name, writes, moved, kinds, (here, there), apart))
         set_guard(transfer, False, self._ledger, here_rows)
         ledger = self._ledger if known is None else known.ledger
         if ledger is not None:

@@ -99,8 +99,9 @@ def joined(rows: Rows) -> Rows:
     return rows
 
 
-def sides(rows: Rows) -> tuple[Rows, Rows]:
-    """Joins rows, and returns the engine's two arguments: (address, bytes) of the local side, and of the remote
-    side."""
-    rows = joined(rows)
-    return np.ascontiguousarray(rows[:, ::2]), np.ascontiguousarray(rows[:, 1:])
+def sides(rows: Rows, apart: Rows | None = None) -> tuple[Rows, Rows]:
+    """Joins rows, and returns the engine's two arguments: (address, bytes) of the local side, and of the remote side.
+    `apart`, if given, has a row of numbers for each row of `rows`; rows whose numbers differ are not joined.
+    """
+    rows = joined(rows if apart is None else np.column_stack((rows, apart)))
+    return np.ascontiguousarray(rows[:, 0:3:2]), np.ascontiguousarray(rows[:, 1:3])

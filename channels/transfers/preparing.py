@@ -83,7 +83,9 @@ def kind_of(regions: Regions, addresses: Rows, nbytes: Rows, side: str, peer: st
 class Pair(Struct, frozen=True, eq=False):
     """The two sides of a transfer. `link` and `known` are None for a transfer within the agent. `rows` are (local
     address, remote address, bytes) of registered blocks. No block is empty. `kinds` and `holders` are the kinds of
-    memory and the regions that contain the blocks: (local, remote)."""
+    memory and the regions that contain the blocks: (local, remote). In a transfer of device memory, `apart` has the
+    indexes of these regions for each block. Blocks of different regions are not joined, because the regions may be
+    separate allocations, and a driver's copy must not extend over two allocations."""
 
     link: Link | None
     known: Peer | None
@@ -92,6 +94,7 @@ class Pair(Struct, frozen=True, eq=False):
     rows: Rows
     kinds: tuple[str, str]
     holders: tuple[list[Region], list[Region]]
+    apart: Rows | None
 
     @property
     def of_devices(self) -> bool:
@@ -174,7 +177,7 @@ class Preparer(Struct, eq=False):
         handle = lib.proxyccl_transfer_create_by_fabric(
             self._handle, pair.link.handle, pair.writes, rows, len(requests), known.number
         )
-        return known.keep(self._made(pair, handle, path, sides(pair.rows), kept=requests))
+        return known.keep(self._made(pair, handle, path, sides(pair.rows, pair.apart), kept=requests))
 
     def _staged_by_fabric(self, pair: Pair, reason: str) -> Transfer | str:
         """The path by libfabric with staging: each side copies between its device and pinned memory, and the peer's
@@ -248,7 +251,7 @@ class Preparer(Struct, eq=False):
                 memories, unpinned = self._pinned.pin(copier, pair.holders[column])
                 ways.append("pinned memory" if memories else "")
             kept.append(memories)
-        lists = local, remote = sides(mapped)
+        lists = local, remote = sides(mapped, pair.apart)
         to, source = (remote, local) if pair.writes else (local, remote)
         copies, by, planned = copier.plan(np.column_stack((to[:, 0], source)), kernels_reach=not unpinned)
         path = device_path(by, ways, unpinned)
@@ -290,7 +293,7 @@ class Preparer(Struct, eq=False):
         return copier, replace(pair, rows=mapped)
 
     def _of_blocks(self, pair: Pair, path: Path, create: Callable[..., Any], *options: object, **how: Any) -> Transfer:
-        lists = local, remote = sides(pair.rows)
+        lists = local, remote = sides(pair.rows, pair.apart)
         addresses = (ffi.cast("uint64_t *", each.ctypes.data) for each in lists)
         blocks = ffi.new("ProxycclBlocks *", [pair.writes, *addresses, len(local)])
         handle = create(self._handle, ffi.NULL if pair.link is None else pair.link.handle, blocks, *options)

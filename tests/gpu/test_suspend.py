@@ -26,7 +26,6 @@ CALLS = [
 def test_memory_goes_back_to_the_device_and_graphs_stay_valid(proxy: str) -> None:
     def body(comm: Communicator) -> None:
         def free() -> float:
-            comm.all_gather_bytes(b"")
             return comm.runtime.memory_left()[0] / MIB
 
         stream = comm.runtime.create_stream()
@@ -38,12 +37,13 @@ def test_memory_goes_back_to_the_device_and_graphs_stay_valid(proxy: str) -> Non
             comm.synchronize(stream)
             graphs.append((replayed, Graph(stream, replayed.issue)))
         for save in (True, False):
+            comm.all_gather_bytes(b"")  # all ranks have made their allocations
             used, before = comm.memory_usage(), free()
             comm.suspend(save=save)
             asleep = free()
             assert asleep - before > 0.9 * sum(used.values()) / MIB, (before, asleep, used)
             comm.resume()
-            assert free() < before + 8
+            assert before - 8 < free() < before + 8
             assert comm.memory_usage() == used
             assert set(np.unique(array.numpy())) == ({comm.rank} if save else {0})
             array.fill(comm.rank)

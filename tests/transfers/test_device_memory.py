@@ -172,6 +172,19 @@ def test_a_path_is_named(pair: OnDevices) -> None:
     assert pair.a.connect("b").name == "process_vm"
 
 
+def test_blocks_of_separate_registrations_are_not_joined(pair: OnDevices) -> None:
+    """Two registrations may be two allocations, and a driver's copy must not extend over both."""
+    to, source, half = pair.arrays[0], pair.arrays[1], NBYTES // 2
+    with Agent("c", listen=()) as agent:
+        for whole in pair.regions:
+            for start in (whole.address, whole.address + half):
+                agent.register_regions([structs.replace(whole, address=start, nbytes=half)])
+        transfer = agent.read("c", [(to.ptr, source.ptr, half), (to.ptr + half, source.ptr + half, half)])
+        assert transfer.blocks == 2
+        transfer.wait()
+    np.testing.assert_array_equal(to.numpy(), source.numpy())
+
+
 def test_a_transfer_may_start_again_and_ends_by_itself(pair: OnDevices) -> None:
     """If no caller queries the transfer's state, the agent's thread notices the end and sends the message."""
     transfer = pair.a.prepare("write", "b", [(pair.regions[0].address, pair.regions[1].address, NBYTES)])
