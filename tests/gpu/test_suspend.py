@@ -40,10 +40,11 @@ def test_memory_goes_back_to_the_device_and_graphs_stay_valid(proxy: str) -> Non
             comm.all_gather_bytes(b"")  # all ranks have made their allocations
             used, before = comm.memory_usage(), free()
             comm.suspend(save=save)
-            asleep = free()
-            assert asleep - before > 0.9 * sum(used.values()) / MIB, (before, asleep, used)
+            asleep, given_back = free(), 0.9 * sum(used.values()) / MIB
+            assert asleep - before > given_back, (before, asleep, used)
             comm.resume()
-            assert before - 8 < free() < before + 8
+            # The proxies' process starts again at the next call that needs it, and its context takes memory only then.
+            assert asleep - free() > given_back
             assert comm.memory_usage() == used
             assert set(np.unique(array.numpy())) == ({comm.rank} if save else {0})
             array.fill(comm.rank)
