@@ -125,7 +125,7 @@ def main() -> None:
     for number in reversed(range(len(comms))):
         steps.take(comm, f"group {number}: closed", comms[number].close)
     if comm.rank == 0 and arguments.json:
-        write_json(arguments.json, {**facts, "steps": steps.rows})
+        write_json(arguments.json, {**facts, "benchmark": "group_memory", "steps": steps.rows})
 
 
 if __name__ == "__main__":

@@ -1118,6 +1118,56 @@ def transfers_section(result: Result) -> Section:
     return Section(f"Transfers of {_TRANSFERRED[result['memory']]}{way}", summary, lines)
 
 
+def weights_section(result: Result) -> Section:
+    """Returns a table of the times to send a model's weights, by element types."""
+    rows, tensors, extent = result["results"], result["tensors"], result["extent"]
+    lines = [
+        *origin(result),
+        f"A trainer's rank sends {tensors} matrices of {extent} x {extent} elements into a sampler's parameters. *agents*: "
+        "by `proxyccl.weights`; the sampler reads the trainer's type and casts. *broadcast*: the trainer casts each "
+        f"tensor and broadcasts it by {'NCCL' if on_gpus(result) else 'gloo'}.",
+        "",
+    ]
+    lines += table(
+        ["trainer's type", "sampler's type", "agents, ms", "broadcast, ms", "broadcast / agents"],
+        [
+            [
+                row["from"],
+                row["to"],
+                number(row["agents_ms"], 1),
+                number(row.get("broadcast_ms"), 1),
+                number(row["broadcast_ms"] / row["agents_ms"] if "broadcast_ms" in row else None),
+            ]
+            for row in rows
+        ],
+    )
+    ratios = [number(row["broadcast_ms"] / row["agents_ms"]) for row in rows if row["from"] == row["to"]]
+    summary = f"without a cast, a broadcast takes {' and '.join(ratios)} times our time"
+    return Section(f"Weights from a trainer to a sampler {place(result)}", summary, lines)
+
+
+def group_memory_section(result: Result) -> Section:
+    """Returns a table of the device memory after each step, and of the time to suspend and resume."""
+    steps = result["steps"]
+    lines = [
+        *origin(result),
+        "*device*: by how much the first GPU's free memory has shrunk since its rank made a context, which counts the "
+        "proxies' process. *account*: `memory_usage()` of the step's communicator. Both include the arrays that the "
+        "program allocated. The second communicator is suspendable.",
+        "",
+    ]
+    lines += table(
+        ["step", "device, MiB", "account, MiB", "time, ms"],
+        [
+            [step["step"], number(step["device_mib"], 1), number(step["account_mib"], 1), number(step["ms"])]
+            for step in steps
+        ],
+    )
+    ms = {step["step"]: step["ms"] for step in steps}  # of `resume`, the last, after suspend(save=False)
+    summary = f"`suspend` takes {number(ms['suspend(save=False)'], 1)} ms, and `resume` {number(ms['resume'], 1)} ms"
+    return Section(f"Device memory of communicators {place(result)}", summary, lines)
+
+
 def scale_section(result: Result) -> Section:
     """Returns a table of what grows with the number of ranks: measured, and fitted."""
     rows, hosts = result["results"], result["kind"] == "hosts"
@@ -1189,6 +1239,8 @@ SECTIONS: dict[str, Callable[[Result], Section]] = {
     "expert_parallel": expert_parallel_section,
     "deep_ep_buffer": deep_ep_buffer_section,
     "transfers": transfers_section,
+    "weights": weights_section,
+    "group_memory": group_memory_section,
     "launch_cost": launch_cost_section,
     "triton_kernels": triton_kernels_section,
     "execution_plans": execution_plans_section,

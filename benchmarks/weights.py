@@ -117,8 +117,10 @@ def run(rank: int, folder: str, tensors: int, extent: int, json: Path | None) ->
             rate = elements / row["agents_ms"] / 1e6
             print(f"{given:8} -> {to:13} {row['agents_ms']:9.1f} ms, {rate:6.1f} G elements/s{beside}", flush=True)
     if rank == 0 and json:
-        device = torch.cuda.get_device_name() if GPUS else "host"
-        write_json(json, {"benchmark": "weights", "device": device, "elements": elements, "results": results})
+        where = {"runtime": "cuda", "device": torch.cuda.get_device_name()} if GPUS else {"runtime": "host"}
+        method = f"median of {TURNS} turns, time of the trainer's rank"
+        facts = {"benchmark": "weights", "method": method, "world_size": 2, **where}
+        write_json(json, {**facts, "tensors": tensors, "extent": extent, "results": results})
     dist.destroy_process_group()
 
 
