@@ -23,7 +23,6 @@ from proxyccl.torch.on_gpu import compile_early
 from proxyccl.torch.store_bootstrap import monitored_barrier
 from proxyccl.torch_tensors.pools import allocator, require_torch
 from proxyccl.torch_tensors.untraced import untraced
-from torch.distributed import _symmetric_memory as symmetric_memory
 
 NAME = "proxyccl"
 
@@ -37,19 +36,10 @@ class WholeGroup:
     """
 
     calls: Any
-    _rank: int
-    _size: int
-    _store: Any
     bound_device_id: torch.device | None = None
 
     def setGroupName(self, name: str) -> None:  # noqa: N802  torch's names, here and below
         self.calls.group_name = name
-        # As torch's enable_symm_mem_for_group does, which needs a registered group. Otherwise torch's symmetric memory
-        # would read the store of this group's C++ object, which has none, and end the process.
-        stores = symmetric_memory._group_name_to_store
-        if name not in stores:
-            stores[name] = dist.PrefixStore("symmetric_memory", self._store)
-            symmetric_memory._SymmetricMemory.set_group_info(name, self._rank, self._size, stores[name])
 
     _set_group_name = setGroupName
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,16 +28,12 @@ PROGRAM = Path(__file__).parent / "programs" / "on_gpus.py"
         "ring",
         "memory",
         "lent",
-        pytest.param("symmetric", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")),
         "mixed",
     ],
 )
 def test_some_ranks(case: str) -> None:
     ranks = max(2, min(4, torch.cuda.device_count())) if case == "ring" else 2
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    done = subprocess.run(
-        [*command, str(PROGRAM), case], capture_output=True, text=True, timeout=240, check=False, env=environment
-    )
+    done = subprocess.run([*command, str(PROGRAM), case], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "OK" in done.stdout

@@ -297,19 +297,6 @@ def gather_into_lent(device: torch.device, turn: int) -> tuple[int, int]:
     return out.nbytes, torch.cuda.mem_get_info()[0]
 
 
-def symmetric(device: torch.device) -> None:
-    """Checks that torch's symmetric memory works on the group: each rank reads what its peer has written."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    rank, group = dist.get_rank(), dist.group.WORLD
-    x = symmetric_memory.empty(COUNT, dtype=torch.float32, device=device)
-    handle = symmetric_memory.rendezvous(x, group.group_name)
-    x.fill_(rank)
-    handle.barrier()
-    assert (handle.get_buffer(1 - rank, (COUNT,), torch.float32) == 1 - rank).all()
-    handle.barrier()
-
-
 def mixed(device: torch.device) -> None:
     """Checks CPU and GPU tensors in one group, and the barrier on the GPU."""
     assert dist.get_backend_config() == "cpu:gloo,cuda:proxyccl"
@@ -324,7 +311,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:proxyccl" if case == "mixed" else "proxyccl", timeout=timedelta(seconds=60))
-    cases = (streams, again, capture, priority, overlapped, gathers, transfers, ring, memory, lent, symmetric, mixed)
+    cases = (streams, again, capture, priority, overlapped, gathers, transfers, ring, memory, lent, mixed)
     {each.__name__: each for each in cases}[case](device)
     torch.cuda.synchronize()
     dist.barrier()
