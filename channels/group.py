@@ -398,6 +398,10 @@ class Group:
         if isinstance(error, DriverError) and error.status in LOST_CONTEXT:
             self.failure.file_lost_context(error.status)
 
+    def wake_peers(self) -> None:
+        """Makes the watchers of the other ranks of this host map, at once, the memory that this rank has announced."""
+        self._watcher.wake_peers()
+
     @contextlib.contextmanager
     def mapping_of(self, peer: int) -> Iterator[None]:
         """Returns a context for mapping a peer's memory. If the mapping fails because the peer has failed, raises the

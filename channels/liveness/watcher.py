@@ -2,9 +2,10 @@
 and reports failures to all ranks.
 
 The thread also maps memory that peers have registered. The thread wakes every INTERVAL_MS while this rank makes calls,
-and otherwise every IDLE_INTERVAL_MS, so that an idle rank uses almost no CPU time. A communicator and the communicators
-that were split from it share the thread. After a failure the thread releases streams that wait for the proxy. No
-separate thread releases these streams, because once memory has run out, no thread can be started.
+and otherwise every IDLE_INTERVAL_MS, so that an idle rank uses almost no CPU time. A rank that waits for a peer's
+thread wakes that thread at once. A communicator and the communicators that were split from it share the thread. After a
+failure the thread releases streams that wait for the proxy. No separate thread releases these streams, because once
+memory has run out, no thread can be started.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import logging
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +28,7 @@ from proxyccl.channels.segment.process_descriptors import PeerProcess
 from proxyccl.device._native import lib
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.memory.descriptors import naming_exhaustion
+from proxyccl.device.process import forks
 from proxyccl.device.process.threads import Thread
 
 _logger = logging.getLogger("proxyccl")
@@ -33,10 +36,13 @@ _logger = logging.getLogger("proxyccl")
 
 class WatchThread:
     """The thread that runs the watchers of a communicator and of the communicators that were split from it. Between
-    runs the thread sleeps in poll().
+    runs the thread sleeps in poll(). A datagram to the thread's socket (its bell) wakes the thread.
+
+    Attributes:
+        bell: the number in the name of the thread's socket.
 
     Raises:
-        ResourceError: there is no memory for a thread.
+        ResourceError: there is no memory for a thread, or no descriptor for its socket.
     """
 
     INTERVAL_MS = 20
@@ -49,14 +55,18 @@ class WatchThread:
         self._watchers: list[Watcher] = []
         self._by_descriptor: dict[int, Watcher] = {}
         self._poll = select.poll()
+        self._ending = False
+        self.bell = int.from_bytes(os.urandom(8), "little") | 1  # 0 is the bell of a rank without a thread
         with naming_exhaustion("the thread that watches the peers"):
-            self._stop_read, self._stop_write = os.pipe()
-        self._poll.register(self._stop_read, select.POLLIN)
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        forks.keep_from_children(self._socket)
+        self._poll.register(self._socket, select.POLLIN)
         self._thread = Thread(self._run, name, failed=self._fail)
         try:
+            self._socket.bind(_address(self.bell))
             self._thread.start()
         except ResourceError:
-            self._close_descriptors()
+            self._socket.close()
             raise
 
     def add(self, watcher: Watcher) -> None:
@@ -87,7 +97,7 @@ class WatchThread:
 
     def _run(self) -> None:
         readable: set[int] = set()
-        while self._stop_read not in readable:
+        while not self._ending:
             with self._lock:
                 whose = {descriptor: self._by_descriptor.get(descriptor) for descriptor in readable}
                 watchers = list(self._watchers)
@@ -100,6 +110,18 @@ class WatchThread:
             else:
                 interval = max(self.INTERVAL_MS, self.IDLE_INTERVAL_MS)
             readable = {fd for fd, _ in self._poll.poll(interval)}
+            if self._socket.fileno() in readable:
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        self._socket.recv(1)
+
+    def ring(self, bell: int) -> None:
+        """Wakes the thread with this bell, which may be in another process. Has no effect if the process has ended, or
+        is in another network namespace, where the thread wakes only by itself.
+        """
+        # BlockingIOError: the socket's queue is full of unread datagrams, so the thread is about to wake.
+        with contextlib.suppress(ConnectionRefusedError, BlockingIOError):
+            self._socket.sendto(b"", _address(bell))
 
     @staticmethod
     def _have_look(watcher: Watcher, readable: list[int]) -> None:
@@ -118,13 +140,14 @@ class WatchThread:
 
     def end(self) -> None:
         """Ends the thread. All watchers of the thread must already be closed."""
-        os.write(self._stop_write, b"x")
+        self._ending = True
+        self.ring(self.bell)
         self._thread.join()
-        self._close_descriptors()
+        self._socket.close()
 
-    def _close_descriptors(self) -> None:
-        for descriptor in (self._stop_read, self._stop_write):
-            os.close(descriptor)
+
+def _address(bell: int) -> bytes:
+    return b"\0proxyccl-watch-%x" % bell
 
 
 class Watcher:
@@ -172,6 +195,7 @@ class Watcher:
         self._links = {link.fileno(): (peer, link) for peer, link in links.items()}
         self._remote_presence = dict.fromkeys(links, Presence.PRESENT)
         self._thread: WatchThread = parent._thread if parent is not None else WatchThread(f"proxyccl-watch-{rank}")
+        own.bell = self._thread.bell
         self._processes = ProcessWatch(rank, processes, lambda peer: segments[peer].presence is Presence.LEFT)
         self._ended: set[int] = set()
         try:
@@ -194,6 +218,11 @@ class Watcher:
     def descriptors(self) -> list[int]:
         """The descriptors that become readable when a peer's process ends, or when a peer's link has a message."""
         return [*self._processes.watched, *self._links]
+
+    def wake_peers(self) -> None:
+        """Wakes the threads that watch for the other ranks of this host, so that they call `each_turn` at once."""
+        for segment in self._segments.values():
+            self._thread.ring(segment.bell)
 
     def look(self, readable: Sequence[int]) -> None:
         """Handles events. The watcher's thread calls `look` each time it wakes.

@@ -7,7 +7,9 @@ registration sends the peers addresses and keys.
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable, Mapping
 from typing import Literal, Protocol
 
 from msgspec import Struct
@@ -17,6 +19,7 @@ from proxyccl.channels.group import Group
 from proxyccl.channels.memory import RegisteredMemory, allocate, register
 from proxyccl.channels.pinned_memory import PinnedRange
 from proxyccl.channels.segment.announcements import NO_MEMORY
+from proxyccl.channels.segment.rendezvous import wait_at_most
 from proxyccl.channels.symmetric import Announced
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
@@ -61,15 +64,22 @@ class ScheduleSpan(Struct, frozen=True):
         return ScheduleSpan(self.memory, self.offset + offset, self.ptr + offset)
 
 
-class _AnnouncedMemory(Struct, frozen=True):
-    own: int
-    at_peers: dict[int, int]
+class _AnnouncedMemory:
+    """An announced range as a `ScheduleMemory`.
+
+    Args:
+        own: the range's id in this rank's proxy.
+        at_peers: returns the range's ids in the peers' proxies; called when a post first needs one.
+    """
+
+    def __init__(self, own: int, at_peers: Callable[[], Mapping[int, int]]) -> None:
+        self._own, self._at_peers = own, functools.cache(at_peers)
 
     def source_id(self, peer: int) -> int:
-        return self.own
+        return self._own
 
     def id_at(self, peer: int) -> int:
-        return self.at_peers[peer]
+        return self._at_peers()[peer]
 
 
 class _PinnedBoxes:
@@ -125,7 +135,7 @@ class ScheduleMemories:
         if self.staged_together:
             return self._registered(ptr, nbytes)
         announced = self._find(ptr, nbytes)
-        return None if announced is None else self._announced(announced, ptr, {})
+        return None if announced is None else self._announced(announced, ptr, dict)
 
     def target(self, ptr: int, nbytes: int) -> ScheduleSpan | None:
         """Returns the schedules' memory that holds an array to receive into; None if the array must be staged.
@@ -172,10 +182,13 @@ class ScheduleMemories:
     def stage(self, side: Side, nbytes: int) -> ScheduleSpan:
         """Returns device memory of at least `nbytes` that peers' proxies can access. All calls share this memory.
 
-        If `staged_together`, all ranks call this together with the same arguments.
+        If `staged_together`, all ranks call this together with the same arguments. Otherwise the peers' proxies are
+        asked to map the memory, and the first post of the memory waits for their replies, so that a call with several
+        pieces of new staging memory waits only once.
 
         Raises:
-            ResourceError: the device has no memory left, or a proxy has no ids left for memory.
+            ResourceError: the device has no memory left, or a proxy has no ids left for memory. If a peer's proxy has
+                none left, a post raises this error.
         """
         stages = self._stages.setdefault(side, [])
         found = next((stage for stage in stages if stage.nbytes >= nbytes), None)
@@ -190,9 +203,9 @@ class ScheduleMemories:
             span = self._registered(found.ptr, nbytes)
         else:
             announced = self._group.symmetric.find(found.ptr, nbytes)
-            span = None if announced is None else self._received(announced, found.ptr)
+            span = None if announced is None else self._staged(announced, found.ptr, side)
         if span is None:
-            raise ResourceError(f"the proxies have no room for {found.nbytes} bytes of memory to stage arrays in")
+            raise _no_room(found.nbytes)
         return span
 
     def close(self) -> None:
@@ -226,6 +239,17 @@ class ScheduleMemories:
         may = announced is not None and self._group.symmetric.may_have_memory_ids(announced)
         return announced if may else None
 
+    def _staged(self, announced: Announced, ptr: int, side: Side) -> ScheduleSpan | None:
+        def at_peers() -> dict[int, int]:
+            found = self._memories_at_peers(announced)
+            if NO_MEMORY in found.values():
+                raise _no_room(announced.nbytes)
+            return found
+
+        if side != "source":  # no post names memory that this rank only sends from
+            self._group.symmetric.memories_at_peers(announced)
+        return self._announced(announced, ptr, at_peers)
+
     def _received(self, announced: Announced, ptr: int) -> ScheduleSpan | None:
         if announced.lent:  # the call must not wait for replies, because the program did not register the array
             found = self._group.symmetric.memories_at_peers(announced) if announced.for_proxies else None
@@ -233,9 +257,11 @@ class ScheduleMemories:
             found = self._memories_at_peers(announced)
         if found is None or NO_MEMORY in found.values():
             return None
-        return self._announced(announced, ptr, found)
+        return self._announced(announced, ptr, lambda: found)
 
-    def _announced(self, announced: Announced, ptr: int, at_peers: dict[int, int]) -> ScheduleSpan | None:
+    def _announced(
+        self, announced: Announced, ptr: int, at_peers: Callable[[], Mapping[int, int]]
+    ) -> ScheduleSpan | None:
         try:
             own = self._group.symmetric.own_memory(announced)
         except ResourceError:
@@ -246,21 +272,29 @@ class ScheduleMemories:
         """Waits until peers' proxies have mapped the memory. The peers' watchers reply, and so do peers that wait in
         this function, so ranks that wait for each other can't deadlock.
         """
-        symmetric, failure = self._group.symmetric, self._group.failure
-        deadline = time.monotonic() + self._group.timeout
-        while (found := symmetric.memories_at_peers(announced)) is None:
-            failure.check()
-            if time.monotonic() > deadline:
-                raise failure.file_exchange_failure(
-                    WaitTimeoutError(
-                        f"a peer's proxy did not map an array within {self._group.timeout:g} s",
-                        rank=self._group.rank,
-                        operation="map for schedules",
-                    )
+        group, answers = self._group, self._group.symmetric.memories_at_peers
+
+        def all_have_replied() -> bool:
+            group.symmetric.update()  # sends replies for which peers may be waiting
+            return answers(announced) is not None
+
+        found = answers(announced)
+        if found is None:
+            group.wake_peers()
+            if not wait_at_most(all_have_replied, time.monotonic() + group.timeout, group.failure.check, _POLL_SECONDS):
+                error = WaitTimeoutError(
+                    f"a peer's proxy did not map an array within {group.timeout:g} s",
+                    rank=group.rank,
+                    operation="map for schedules",
                 )
-            symmetric.update()  # sends replies for which peers may be waiting
-            time.sleep(_POLL_SECONDS)
+                raise group.failure.file_exchange_failure(error)
+            found = answers(announced)
+        assert found is not None
         return found
+
+
+def _no_room(nbytes: int) -> ResourceError:
+    return ResourceError(f"the proxies have no room for {nbytes} bytes of memory to stage arrays in")
 
 
 def _at_next(group: Group, box: Array | None) -> int | None:

@@ -81,7 +81,8 @@ _ANNOUNCEMENTS_OFFSET = _READBACK_OFFSET + READBACK_BYTES
 _RENDEZVOUS_OFFSET = _ANNOUNCEMENTS_OFFSET + _round(TABLE_BYTES)
 _CAUSE_OFFSET = _RENDEZVOUS_OFFSET + _round(Rendezvous.nbytes())
 _REQUEST_OFFSET = _CAUSE_OFFSET + 4 + MOST_CAUSE_BYTES
-_PEERS_OFFSET = _CAUSE_OFFSET + _round(8 + MOST_CAUSE_BYTES)
+_BELL_OFFSET = _CAUSE_OFFSET + round_up(8 + MOST_CAUSE_BYTES, 8)
+_PEERS_OFFSET = _round(_BELL_OFFSET + 8)
 
 
 def segment_bytes(world_size: int = 1) -> int:
@@ -239,6 +240,17 @@ class ControlSegment:
             return False
         self._request.value = 0
         return True
+
+    @property
+    def bell(self) -> int:
+        """The bell of the thread that watches for the segment's rank (`WatchThread`); 0 before the thread starts. The
+        accesses are relaxed, because a thread that is not woken wakes by itself.
+        """
+        return ctypes.c_uint64.from_address(self.memory.host_ptr + _BELL_OFFSET).value
+
+    @bell.setter
+    def bell(self, bell: int) -> None:
+        ctypes.c_uint64.from_address(self.memory.host_ptr + _BELL_OFFSET).value = bell
 
     def set_memory_usage(self, usage: Mapping[str, int]) -> None:
         """Stores the bytes of this rank's device memory for each of MEMORY_PURPOSES."""

@@ -75,7 +75,7 @@ def test_all_ranks_hear_at_once_that_one_has_too_few(where: str, monkeypatch: py
     owner, name = {
         "own segment": (HostRuntime, "allocate_pinned"),
         "peers' segments": (HostRuntime, "open_pinned"),
-        "watch": (watcher.os, "pipe"),
+        "watch": (watcher.socket, "socket"),
         "runtime": (HostRuntime, "create_stream"),
     }[where]
     monkeypatch.setattr(owner, name, exhausted_on("rank 1", getattr(owner, name)))

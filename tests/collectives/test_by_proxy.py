@@ -28,6 +28,7 @@ from proxyccl import (
 from proxyccl.channels import memory, symmetric
 from proxyccl.channels.collectives import move_schedules, reduce_schedules, reductions
 from proxyccl.channels.collectives.request import Request
+from proxyccl.channels.liveness.watcher import WatchThread
 from proxyccl.channels.schedules import rings as schedule_rings
 from proxyccl.device._native import lib
 from proxyccl.device.arrays.dtypes import as_dtype
@@ -568,6 +569,27 @@ def test_memory_that_was_freed_is_not_named_again(ranks: Ranks) -> None:
         assert used[-1] <= used[0]
 
     ranks.run(body)
+
+
+@NO_PROXY
+def test_a_call_wakes_the_peers_that_must_map_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 makes its call only after rank 0's call has returned, and rank 1's watcher does not wake by itself."""
+    monkeypatch.setattr(WatchThread, "INTERVAL_MS", 60_000)
+    issued = threading.Event()
+
+    def body(comm: Communicator) -> None:
+        x, longer = on_device(comm, np.ones(8, np.float32)), on_device(comm, np.ones(1 << 20, np.float32))
+        comm.all_reduce(x, algorithm="proxy")
+        comm.synchronize()
+        if comm.rank == 1:
+            assert issued.wait(TIMEOUT)
+        stream = comm.runtime.create_stream()
+        comm.all_reduce(longer, algorithm="proxy", stream=stream)
+        issued.set()
+        comm.synchronize(stream)
+        assert (on_host(longer) == 2).all()
+
+    run_ranks(2, body)
 
 
 @pytest.mark.slow
