@@ -102,12 +102,14 @@ class TensorCalls:
 
     def _may_go_by_proxy(self, collective: str, output: Callable[[], int], nbytes: int) -> bool:
         """Returns whether a call may go by proxy if the program computes during the call. The result is False while the
-        proxies' process starts, and if the algorithms' tables were measured or set. A gather goes by proxy only if
-        peers' proxies can access its output, because otherwise all results would be copied, which costs more than the
-        proxy saves.
+        proxies' process starts, then while a thread connects this rank to its proxy, and if the algorithms' tables were
+        measured or set. A gather goes by proxy only if peers' proxies can access its output, because otherwise all
+        results would be copied, which costs more than the proxy saves.
         """
         collectives = self._collectives
-        if collectives.selector is not collectives.defaults or not collectives.group.links.proxy_is_ready:
+        if collectives.selector is not collectives.defaults:
+            return False
+        if collectives.made_by_proxy is None and not collectives.group.links.connect_early():
             return False
         if collective == "all_gather":
             lent = collectives.group.lent_memory

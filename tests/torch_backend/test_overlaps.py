@@ -165,11 +165,11 @@ def test_a_long_reduction_on_a_stream_of_the_programs_own_is_by_proxy_while_the_
             assert rank.policy == "efficiency"
         with rank.busy(0):
 
-            def beside_late_work() -> str:
+            def is_by_proxy() -> bool:
                 rank.call(waits=True)
-                return rank.policy
+                return rank.policy == "zero"
 
-            rank.until(beside_late_work, "zero")
+            wait_for(is_by_proxy, "a thread connects the ranks to their proxies")
         torch_on_hip.on_cpu(rank.x)
 
     on_ranks(body, LONG)
