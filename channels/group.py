@@ -22,7 +22,7 @@ from proxyccl.channels.lent_memory import LentMemory
 from proxyccl.channels.liveness.aftermath import Aftermath
 from proxyccl.channels.liveness.failure import FailureState, Observer
 from proxyccl.channels.liveness.host_links import HostLink
-from proxyccl.channels.liveness.watcher import Watcher
+from proxyccl.channels.liveness.watcher import Watcher, WatchThread
 from proxyccl.channels.peer_links import PeerLinks
 from proxyccl.channels.segment.call_log import CallLog
 from proxyccl.channels.segment.control import Presence
@@ -682,7 +682,7 @@ class Group:
                     if self.failure.aborted or not self.peers_present():
                         self.release(healthy=True)
                         return
-                time.sleep(Watcher.INTERVAL_MS / 1000)
+                time.sleep(WatchThread.INTERVAL_MS / 1000)
 
         thread = Thread(wait, f"proxyccl-close-{self.rank}", failed=lambda _: _abandoned.append(self))
         with open_lock:

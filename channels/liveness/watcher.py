@@ -168,7 +168,6 @@ class Watcher:
         members: the ranks' numbers in the parent's communicator.
     """
 
-    INTERVAL_MS = WatchThread.INTERVAL_MS
     ENDING_MS = 1000
 
     def __init__(

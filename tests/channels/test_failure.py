@@ -37,7 +37,7 @@ from proxyccl import (
     TriggerError,
     WaitTimeoutError,
 )
-from proxyccl.channels.liveness.watcher import Watcher
+from proxyccl.channels.liveness.watcher import WatchThread
 from proxyccl.channels.segment.control import create_segment
 from proxyccl.channels.segment.error_record import ErrorRecord
 from proxyccl.device._native import lib as native
@@ -218,7 +218,7 @@ extern "C" __global__ void hear(DeviceHandle<SmChannel>* channels) { channels[0]
 @NO_PROXY
 def test_what_a_kernel_sends_after_a_time_out_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only rank 0's kernel announces the time-out, because rank 0's CPU and the watchers do not look for failures."""
-    monkeypatch.setattr(Watcher, "INTERVAL_MS", 60_000)
+    monkeypatch.setattr(WatchThread, "INTERVAL_MS", 60_000)
     checked = threading.Event()
 
     def body(comm: Communicator) -> BaseException | None:
