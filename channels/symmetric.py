@@ -527,16 +527,16 @@ class SymmetricMemory:
         with self._lock:
             for announced in list(self._unsettled.values()):
                 self._tell_calls(announced)
-        if self._closed or all(table.changes == self._seen[peer] for peer, table in self._peers.items()):
-            return
-        if not self._mapping.acquire(blocking=wait):
-            return
-        try:
-            if not self._closed:
-                for peer, table in self._peers.items():
-                    self._update_from(peer, table)
-        finally:
-            self._mapping.release()
+        # A thread that finds `_mapping` held returns, so the thread that holds it looks once more after its release.
+        while not self._closed and any(table.changes != self._seen[peer] for peer, table in self._peers.items()):
+            if not self._mapping.acquire(blocking=wait):
+                return
+            try:
+                if not self._closed:
+                    for peer, table in self._peers.items():
+                        self._update_from(peer, table)
+            finally:
+                self._mapping.release()
 
     def _update_from(self, peer: int, table: Announcements) -> None:
         changes = table.changes
