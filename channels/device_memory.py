@@ -20,8 +20,8 @@ _DEAD: frozenset[MemoryPurpose] = frozenset({"packets", "scratch", "staging"})
 """The purposes of memory whose contents no call reads once all ranks' calls have ended (channels/DESIGN.md)."""
 
 _STAYING: frozenset[MemoryPurpose] = frozenset({"channels", "results"})
-"""The purposes of memory that is never given back: reports read the words of channels, and a program may register a
-result, whose allocation's number would change (`AllocationGuard`).
+"""The purposes of memory that is never given back: reports read the words of channels, and a call that returns a result
+must not wait for a block.
 """
 
 Ranges = Sequence[tuple[int, int]]
@@ -122,6 +122,10 @@ class DeviceMemory:
         """Chooses the blocks for `suspend`, keeps them alive until `finish`, and returns their addresses."""
         self._chosen = [_Chosen(memory, piece) for memory, piece in self._live() if piece.block]
         return [each.memory.ptr for each in self._chosen]
+
+    def has_chosen(self, ptr: int) -> bool:
+        """Returns whether an address lies in a chosen block."""
+        return any(0 <= ptr - each.memory.ptr < each.memory.nbytes for each in self._chosen)
 
     def save(self, *, arrays: bool) -> None:
         """Copies what must survive `suspend` to host memory. `arrays`: whether to copy the contents of arrays and of

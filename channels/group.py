@@ -147,10 +147,7 @@ class Group:
         self.launches = Launches(self.runtime, self.failure, call_log, self.rank, self.world_size)
         self.vain_waits = VainWaits(meeting, self.failure, self.launches)
         self.inventory = Inventory()
-        suspendable = meeting.options.suspendable
-        if suspendable and not self.runtime.can_suspend:
-            raise RuntimeUnavailableError(f"suspendable: {self.runtime.name} can't suspend memory")
-        self.device_memory = DeviceMemory(self.runtime, self.control, suspendable=suspendable)
+        self.device_memory = DeviceMemory(self.runtime, self.control, suspendable=meeting.options.suspendable)
         self.symmetric = SymmetricMemory(meeting, self.mappings, self.launches.calls, self.device_memory)
         self.lent_memory = LentMemory(self.runtime, self.symmetric, self.launches.calls)
         self.kept: list[Shared] = []
@@ -451,6 +448,7 @@ class Group:
             self.links.drain()
             own = _Blocks(forks.here().token, self.device_memory.choose())
             every = self.exchange.all_gather(own, _BLOCKS, "suspend: all work is done")
+            self._withdraw_elsewhere({blocks.process for blocks in every})
             self.symmetric.update(wait=True)  # maps all announced memory, because suspended memory can't be mapped
             self.exchange.barrier("suspend: all announced memory is mapped")
             self._suspended_blocks = every
@@ -490,6 +488,15 @@ class Group:
         self._suspended_blocks = []
         self.failure.resume()
         self.launches.recheck_next_call()
+
+    def _withdraw_elsewhere(self, processes: set[bytes]) -> None:
+        """Withdraws this rank's blocks from groups with ranks in other processes, which can't take part in `resume` and
+        would keep the blocks' former memory mapped.
+        """
+        with open_lock:
+            others = [g for g in open_groups if any(r.process.token not in processes for r in g.topology.ranks)]
+        for other in others:
+            other.symmetric.withdraw_if(lambda announced: self.device_memory.has_chosen(announced.start))
 
     def _in_proxy_and_here(self, method: Literal["suspend_mappings", "resume_mappings"]) -> None:
         """Unmaps or maps the ranks' blocks in this process, and in the process of this rank's proxy."""

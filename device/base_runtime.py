@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -174,10 +174,23 @@ class StreamEvents(Struct, frozen=True):
     give: Callable[[int], object]
 
 
-Allocations = tuple[tuple[int, int], ...]
-"""The allocations that contain a range, in order: for each allocation an address in the range, and the driver's
-number of the allocation.
-"""
+class Allocation(NamedTuple):
+    """An allocation that contains a part of a range.
+
+    Attributes:
+        ptr: an address in the allocation and in the range.
+        number: the allocation's number. In a process no two allocations ever have the same number.
+        word: a C pointer to the word in which `Blocks` keep the number of memory that can be suspended; None for other
+            memory.
+    """
+
+    ptr: int
+    number: int
+    word: Any = None
+
+
+Allocations = tuple[Allocation, ...]
+"""The allocations that contain a range, in order."""
 
 
 class LaunchDefaults(Struct, frozen=True):
@@ -297,14 +310,9 @@ class BaseRuntime(Protocol):
     def allocate(self, nbytes: int) -> Memory:
         """Allocates zeroed device memory that can be exported. Raises ResourceError if too little memory is left."""
 
-    @property
-    def can_suspend(self) -> bool:
-        """Whether the memory of `allocate_block` can be suspended."""
-        return False
-
     def allocate_block(self, nbytes: int) -> Memory:
         """Allocates zeroed device memory, like `allocate`, that `suspend` can give back temporarily. A GPU's driver
-        rounds `nbytes` up to 2 MiB. Requires `can_suspend`.
+        rounds `nbytes` up to 2 MiB. AMD's driver supports no such memory.
         """
         return self.allocate(nbytes)
 
@@ -457,10 +465,7 @@ class BaseRuntime(Protocol):
         None if the range is in no allocation of the driver's."""
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
-        """Returns the allocations that contain a range; an empty tuple if the driver knows none.
-
-        In a process no two allocations ever have the same number, even at the same address.
-        """
+        """Returns the allocations that contain a range; an empty tuple if the driver knows none."""
 
     def free_later(self, ptr: int) -> None:
         """Frees memory from `calls.allocate` when the runtime next waits for the device."""

@@ -87,6 +87,11 @@ class Blocks(Protocol):
     reserved.
     """
 
+    def word(self, ptr: int) -> Any:
+        """Returns a C pointer to the word that holds the number of the block that contains an address, and 0 once the
+        block is freed; None for other memory.
+        """
+
     def suspend(self, bases: Iterable[int]) -> None:
         """Frees the physical memory of the blocks at `bases`, which no work may still use and no process may map."""
 

@@ -171,9 +171,9 @@ class CudaDriver(Driver):
         return ordinal.value
 
     def allocation_id(self, ptr: int) -> int:
-        number = self._virtual_memory.number(ptr)  # the driver's number changes if the block is suspended and resumed
-        if number is not None:
-            return number
+        word = self._virtual_memory.word(ptr)  # the driver's number changes if the block is suspended and resumed
+        if word is not None:
+            return int(word[0])
         return int(self.call("PointerGetAttribute", cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, ptr))
 
     def export_memory(self, base: int, size: int) -> bytes:
