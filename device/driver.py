@@ -257,6 +257,12 @@ class Driver(ABC):
         base, size = self.call("MemGetAddressRange", ptr)
         return int(base), int(size)
 
+    def free_stacks(self) -> None:
+        """Frees the memory that the current context reserves for the stacks of kernels' threads, where the driver can.
+        The driver reserves memory again if a kernel needs it.
+        """
+        return
+
     @abstractmethod
     def pointer_device(self, ptr: int) -> int | None:
         """Returns the device that owns memory; None if no device does."""

@@ -137,6 +137,9 @@ class CudaDriver(Driver):
         kind = cu.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
         return bool(self.call("DeviceGetP2PAttribute", kind, ordinal, peer))
 
+    def free_stacks(self) -> None:
+        self.call("CtxSetLimit", cu.CUlimit.CU_LIMIT_STACK_SIZE, 0)
+
     # -- memory ---
 
     def allocate(self, nbytes: int) -> int:
