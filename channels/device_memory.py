@@ -16,7 +16,7 @@ _LEAST_BLOCK = 1 << 20
 """Bytes of the shortest allocation that is given back while a group is suspended. A driver would round a block up to 2
 MiB, but packs short allocations.
 """
-_DEAD: frozenset[MemoryPurpose] = frozenset({"packets", "scratch", "staging"})
+_DEAD: frozenset[MemoryPurpose] = frozenset({"scratch", "staging"})
 """The purposes of memory whose contents no call reads once all ranks' calls have ended (channels/DESIGN.md)."""
 
 _STAYING: frozenset[MemoryPurpose] = frozenset({"channels", "results"})

@@ -209,8 +209,8 @@ class LaunchDefaults(Struct, frozen=True):
         awaits_data: whether the kernel of a short reduction by proxy is launched before the other ranks' data has
             arrived, and waits for the data itself.
         bytes_per_block: bytes of a rank's contribution for which a collective launches one block.
-        exchange_bytes: bytes, from all other ranks together, that a rank receives per round (team.h).
-        pipeline_bytes: bytes of each pipeline buffer.
+        buffer_bytes: bytes, from all other ranks together, that a rank receives per round or piece (team.h).
+        flow_bytes: bytes of all slots in which a rank receives transfers (flows.h).
         meeting_bytes: least bytes of a share for which ranks exchange the addresses of their outputs before sending.
         offered_bytes: most bytes of an in-place all_reduce in which each rank loads the other ranks' inputs directly.
         proxied_kernel_bytes: longest share, in bytes, that a kernel sends through the proxy to ranks of other nodes by
@@ -250,8 +250,8 @@ class LaunchDefaults(Struct, frozen=True):
     small_bytes: int
     awaits_data: bool
     bytes_per_block: int
-    exchange_bytes: int
-    pipeline_bytes: int
+    buffer_bytes: int
+    flow_bytes: int
     meeting_bytes: int
     offered_bytes: int
     proxied_kernel_bytes: int
