@@ -102,15 +102,9 @@ class DeviceMemory:
                 found[piece.purpose] += memory.nbytes
         return found
 
-    @property
-    def block_bytes(self) -> int:
-        """The bytes of the allocations that `suspend` gives back, or has given back."""
-        return sum(memory.nbytes for memory, piece in self._live() if piece.block)
-
-    @property
-    def short_bytes(self) -> int:
-        """The bytes of the allocations that stay on the device."""
-        return sum(memory.nbytes for memory, piece in self._live() if not piece.block)
+    def nbytes(self, *, blocks: bool) -> int:
+        """Returns the bytes of the allocations that `suspend` gives back, or has given back, or else of the others."""
+        return sum(memory.nbytes for memory, piece in self._live() if piece.block == blocks)
 
     def publish(self) -> None:
         """Stores the account in the rank's segment, where observers read it."""

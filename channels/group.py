@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 from proxyccl.channels.calls.launches import Launches
 from proxyccl.channels.device_memory import DeviceMemory
@@ -453,7 +453,7 @@ class Group:
             self.exchange.barrier("suspend: all announced memory is mapped")
             self._suspended_blocks = every
             self.device_memory.save(arrays=save)
-            self._in_proxy_and_here("suspend_mappings")
+            self._set_mapped(False)
             self.exchange.barrier("suspend: all ranks have unmapped it")
             self.device_memory.suspend()
         except BaseException as error:
@@ -475,7 +475,7 @@ class Group:
             reasons = self.exchange.all_gather(reason, _REASON, "resume: memory is allocated")
             lacking = [f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why]
             if not lacking:
-                self._in_proxy_and_here("resume_mappings")
+                self._set_mapped(True)
                 self.exchange.barrier("resume: all ranks have mapped it")
             elif not reason:
                 self.device_memory.suspend()
@@ -498,13 +498,12 @@ class Group:
         for other in others:
             other.symmetric.withdraw_if(lambda announced: self.device_memory.has_chosen(announced.start))
 
-    def _in_proxy_and_here(self, method: Literal["suspend_mappings", "resume_mappings"]) -> None:
+    def _set_mapped(self, mapped: bool) -> None:
         """Unmaps or maps the ranks' blocks in this process, and in the process of this rank's proxy."""
-        proxy = self.links.proxy_if_started
         for blocks in self._suspended_blocks:
-            getattr(self.runtime, method)(blocks.process, blocks.bases)
-            if proxy is not None:
-                getattr(proxy, method)(blocks.process, blocks.bases)
+            for owner in (self.runtime, self.links.proxy_if_started):
+                if owner is not None:
+                    owner.set_mapped(blocks.process, blocks.bases, mapped)
 
     def _give_up_suspending(self, operation: str, error: BaseException) -> None:
         """Makes the group fail, because some ranks' memory may be mapped and others' not."""

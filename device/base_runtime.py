@@ -319,7 +319,7 @@ class BaseRuntime(Protocol):
     def suspend(self, blocks: Sequence[Memory]) -> None:
         """Gives memory of `allocate_block` back to the device. The contents are lost, and the addresses stay reserved.
 
-        No work may still use the memory, and all processes that map it must have called `suspend_mappings`. The memory
+        No work may still use the memory, and all processes that map it must have unmapped it (`set_mapped`). The memory
         can be closed while it is suspended.
         """
         return
@@ -330,19 +330,16 @@ class BaseRuntime(Protocol):
         """
         return
 
-    def suspend_mappings(self, process: bytes, bases: Collection[int]) -> None:
-        """Unmaps memory from `open` that lies in a process's blocks. The addresses stay reserved. Further calls do
-        nothing.
+    def set_mapped(self, process: bytes, bases: Collection[int], mapped: bool) -> None:
+        """Unmaps memory from `open` that lies in a process's blocks, or maps it at the same addresses again, after the
+        process has resumed the blocks. Meanwhile the addresses stay reserved. Further calls do nothing.
 
         Args:
             process: the token of the process that allocated the blocks.
             bases: the blocks' addresses in that process.
-        """
-        return
 
-    def resume_mappings(self, process: bytes, bases: Collection[int]) -> None:
-        """Undoes `suspend_mappings`, after the process has resumed the blocks. Raises ArgumentError if the memory can't
-        be mapped.
+        Raises:
+            ArgumentError: the memory can't be mapped.
         """
         return
 

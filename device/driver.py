@@ -98,15 +98,8 @@ class Blocks(Protocol):
     def resume(self, bases: Sequence[int]) -> None:
         """Allocates physical memory for suspended blocks. If it raises DriverError, the blocks stay suspended."""
 
-    def suspend_imports(self, process: bytes, bases: Collection[int]) -> None:
-        """Unmaps memory that another process exported, given the process's token and the addresses of its blocks
-        there. The addresses here stay reserved.
-        """
-
-    def resume_imports(self, process: bytes, bases: Collection[int]) -> None:
-        """Maps the memory of `suspend_imports` at the same addresses again. Raises DriverError, or OSError if the
-        process sends no descriptors.
-        """
+    def set_mapped(self, process: bytes, bases: Collection[int], mapped: bool) -> None:
+        """Implements `BaseRuntime.set_mapped`. Raises DriverError, or OSError if the process sends no descriptors."""
 
 
 class Driver(ABC):

@@ -216,26 +216,16 @@ class VirtualMemory:
             every = list(self._exported.items())
         return [found for found in every if base <= _REQUEST.unpack(found[0])[1] < base + block.size]
 
-    def suspend_imports(self, process: bytes, bases: Collection[int]) -> None:
-        """Unmaps the memory of `open` whose blocks a process owns and that begin there at `bases`. The addresses here
-        stay reserved. No work may still use the memory.
-        """
+    def set_mapped(self, process: bytes, bases: Collection[int], mapped: bool) -> None:
+        """Implements `Blocks.set_mapped`."""
         with self._suspending:
-            for base, imported in self._imports_of(process, bases):
-                if imported.mapped:
-                    self._driver.release("MemUnmap", base, imported.size)
-                    imported.mapped = False
-
-    def resume_imports(self, process: bytes, bases: Collection[int]) -> None:
-        """Maps the memory that `suspend_imports` unmapped at the same addresses again. Raises as `open`."""
-        with self._suspending:
-            for base, imported in self._imports_of(process, bases):
-                if not imported.mapped:
-                    self._fetch(base, imported)
-                    imported.mapped = True
-
-    def _imports_of(self, process: bytes, bases: Collection[int]) -> list[tuple[int, _Import]]:
-        return [(base, each) for base, each in list(self._imported.items()) if each.is_of(process, bases)]
+            for base, imported in list(self._imported.items()):
+                if imported.mapped != mapped and imported.is_of(process, bases):
+                    if mapped:
+                        self._fetch(base, imported)
+                    else:
+                        self._driver.release("MemUnmap", base, imported.size)
+                    imported.mapped = mapped
 
     def is_mapped(self, ptr: int) -> bool:
         """Whether an address lies in device memory that CUDA IPC refuses, such as mapped blocks."""

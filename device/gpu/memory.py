@@ -313,14 +313,10 @@ class GpuMemoryRuntime(Runtime):
         for block in blocks:
             self.fill(block.ptr, 0, block.nbytes)
 
-    def suspend_mappings(self, process: bytes, bases: Collection[int]) -> None:
-        if bases:
-            self.context.call(self._blocks.suspend_imports, process, bases)
-
-    def resume_mappings(self, process: bytes, bases: Collection[int]) -> None:
+    def set_mapped(self, process: bytes, bases: Collection[int], mapped: bool) -> None:
         if bases:
             try:
-                self.context.call(self._blocks.resume_imports, process, bases)
+                self.context.call(self._blocks.set_mapped, process, bases, mapped)
             except (DriverError, OSError) as error:
                 raise ArgumentError("handle", f"suspended memory can't be mapped again: {error}") from None
 

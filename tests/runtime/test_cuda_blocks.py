@@ -154,8 +154,8 @@ def test_a_suspended_block_takes_no_memory_and_keeps_addresses_number_and_handle
     guard = AllocationGuard(open_runtime("host").calls, (Allocation(base + STEP, word[0], word),))
     at_peer = memory.open(handle)
     for _ in range(2):
-        memory.suspend_imports(own, [base])
-        memory.suspend_imports(own, [base])  # another session of the proxies' process
+        memory.set_mapped(own, [base], False)
+        memory.set_mapped(own, [base], False)  # another session of the proxies' process
         memory.suspend([base])
         assert driver.used == STEP, "the other block stays"
         assert {base, at_peer} <= driver.reserved.keys()
@@ -163,7 +163,7 @@ def test_a_suspended_block_takes_no_memory_and_keeps_addresses_number_and_handle
         with pytest.raises(OSError, match="suspended"):
             memory.open(handle)
         memory.resume([base])
-        memory.resume_imports(own, [base])
+        memory.set_mapped(own, [base], True)
         assert driver.mapped[base] == driver.mapped[at_peer]
         assert {base, at_peer, other} <= driver.granted
         assert guard.holds
@@ -197,7 +197,7 @@ def test_suspended_blocks_and_mappings_are_freed() -> None:
     base = memory.allocate(STEP)
     handle = memory.export(base, STEP)
     at_peer = memory.open(handle)
-    memory.suspend_imports(forks.here().token, [base])
+    memory.set_mapped(forks.here().token, [base], False)
     memory.suspend([base])
     memory.end_export(handle)
     assert memory.release(at_peer)
