@@ -209,7 +209,9 @@ class LaunchDefaults(Struct, frozen=True):
         awaits_data: whether the kernel of a short reduction by proxy is launched before the other ranks' data has
             arrived, and waits for the data itself.
         bytes_per_block: bytes of a rank's contribution for which a collective launches one block.
-        buffer_bytes: bytes, from all other ranks together, that a rank receives per round or piece (team.h).
+        data_bytes: bytes, from all other ranks together, that a rank receives per round, or piece of a reduction
+            (team.h).
+        result_bytes: bytes, from all other ranks together, that a rank receives as results of a piece.
         flow_bytes: bytes of all slots in which a rank receives transfers (flows.h).
         meeting_bytes: least bytes of a share for which ranks exchange the addresses of their outputs before sending.
         offered_bytes: most bytes of an in-place all_reduce in which each rank loads the other ranks' inputs directly.
@@ -250,7 +252,8 @@ class LaunchDefaults(Struct, frozen=True):
     small_bytes: int
     awaits_data: bool
     bytes_per_block: int
-    buffer_bytes: int
+    data_bytes: int
+    result_bytes: int
     flow_bytes: int
     meeting_bytes: int
     offered_bytes: int

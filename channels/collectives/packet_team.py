@@ -24,7 +24,7 @@ _SLOT_PACKETS, _SLOT_LINES = 2048, 1024
 for that many, a block takes fewer. If links carry lines, packets serve only data of fewer than `line_bytes` bytes, of
 which a block takes no more packets than it has threads.
 """
-_MOST_BYTES = 28 * 1024 * 1024
+_MOST_BYTES = 24 * 1024 * 1024
 """Most bytes of the memory of packets, and of the memory of lines."""
 
 PACKET_BYTES = 16
@@ -150,11 +150,11 @@ class PacketTeam:
             self.scratch.append(PacketScratch(group, min(defaults.line_blocks, most), _SLOT_LINES))
         self.nbytes = sum(scratch.nbytes for scratch in self.scratch)
 
-    def place(self, scratch: int, remotes: Sequence[int]) -> None:
-        """Sets the addresses of the scratch memory, and those at which this rank maps that of each rank."""
+    def place(self, addresses: Sequence[int]) -> None:
+        """Sets the addresses, on this rank, of all ranks' scratch memory."""
         for each in self.scratch:
-            each.place(scratch, remotes)
-            scratch, remotes = scratch + each.nbytes, [remote + each.nbytes for remote in remotes]
+            each.place(addresses)
+            addresses = [address + each.nbytes for address in addresses]
 
     def launch(self, algorithm: str, dtype: DType, count: int, policy: CtaPolicy) -> PacketLaunch:
         if algorithm == "recursive_doubling":
@@ -241,10 +241,9 @@ class PacketScratch:
         team.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
         team.epochs = ffi.cast("uint32_t *", self.epochs.ptr)
 
-    def place(self, scratch: int, remotes: Sequence[int]) -> None:
-        self._team.scratch = ffi.cast("char *", scratch)
-        for rank, remote in enumerate(remotes):
-            self._team.remote[rank] = ffi.cast("char *", remote)
+    def place(self, addresses: Sequence[int]) -> None:
+        for rank, address in enumerate(addresses):
+            self._team.memory[rank] = ffi.cast("char *", address)
 
     def parameter(self, share: int, epochs: int, epoch_packets: int) -> bytes:
         team = ffi.new("ProxycclPacketTeam *", self._team[0])

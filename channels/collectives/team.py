@@ -144,8 +144,9 @@ class Team:
         self.threads = max(defaults.threads, ranks)
         lanes = self.blocks if self.all_mapped else 1
 
-        buffer_bytes = _PINNED_BUFFER_BYTES if self.pinned else defaults.buffer_bytes
-        buffers = lib.PROXYCCL_BUFFERS * buffer_bytes
+        data_bytes = _PINNED_BUFFER_BYTES if self.pinned else defaults.data_bytes
+        result_bytes = _PINNED_BUFFER_BYTES if self.pinned else defaults.result_bytes
+        buffers = lib.PROXYCCL_PIPELINE_DEPTH * (data_bytes + result_bytes)
         outputs = round_up(2 * lanes * ranks * packet_team.PACKET_BYTES, 128)
         self._writes_outputs = self.all_mapped and members == list(range(group.world_size))
         both_ways = 2 * buffers + outputs
@@ -153,7 +154,7 @@ class Team:
         with_packets = self.all_mapped and 1 < ranks == group.world_size <= packet_team.MAX_RANKS
         self.packets = PacketTeam(group, whole_lines=whole_lines) if with_packets else None
         packets_offset = nbytes
-        nbytes += self.packets.nbytes if self.packets is not None else 0
+        nbytes += 0 if self.packets is None else self.packets.nbytes
         self._scratch = allocate(group, (nbytes,), "uint8", "scratch")
         memory = register(group, self._scratch)
         self._pinned = PinnedRange(group, both_ways) if self.pinned else None
@@ -172,8 +173,8 @@ class Team:
         team.links = ffi.cast("ProxycclLink *", self._memory.ptr + counters_bytes)
         team.scratch = ffi.cast("char *", self._scratch.ptr)
         team.proxied = ffi.cast("char *", proxied.ptr)
-        team.buffer_bytes = buffer_bytes
-        most = min(_ONE_CROSSING_BYTES, buffer_bytes // ranks // 128 * 128)
+        team.data_bytes, team.result_bytes = data_bytes, result_bytes
+        most = min(_ONE_CROSSING_BYTES, data_bytes // ranks // 128 * 128)
         if self.pinned:  # `pinned_kernel_bytes` limits the bytes for all peers together
             most = min(most, defaults.pinned_kernel_bytes // max(1, ranks - 1))
         team.one_crossing_bytes = most if self.all_mapped or ranks > 2 else _NO_LIMIT
@@ -181,8 +182,7 @@ class Team:
         for number in range(min(ranks, lib.PROXYCCL_MAX_MAPPED_RANKS)):
             team.remote[number] = self._links.table[number].remote
         if self.packets is not None:
-            addresses = [self._scratch.ptr if peer == rank else memory.peer_ptr(peer) for peer in members]
-            self.packets.place(self._scratch.ptr + packets_offset, [address + packets_offset for address in addresses])
+            self.packets.place([memory.peer_ptr(peer) + packets_offset for peer in members])
 
     @staticmethod
     def all_mapped_of(ranks: int, reaching: Iterable[bool]) -> bool:
@@ -233,7 +233,7 @@ class Team:
         most = share = round_up(-(-count // team.world_size), aligned)
         if not self.all_mapped:  # even a message that fits in one piece is cut, so that its transfers overlap
             most = max(round_up(-(-share // _PROXIED_PARTS), aligned), _SHORTEST_PROXIED_PIECE // itemsize)
-        self._cut(team, share, itemsize, most)
+        self._cut(team, share, itemsize, most, team.result_bytes)
         return self.grid(count * itemsize, policy), self._struct(team, reached=reached)
 
     def scatter(self, count: int, itemsize: int, policy: CtaPolicy) -> tuple[int, bytes]:
@@ -242,16 +242,16 @@ class Team:
         """
         nbytes = count * itemsize
         team = self._call(0)
-        if self.all_mapped and nbytes % 16 == 0 and nbytes * (team.world_size - 1) > team.buffer_bytes:
-            self._cut(team, count, itemsize, count)
+        if self.all_mapped and nbytes % 16 == 0 and nbytes * (team.world_size - 1) > team.data_bytes:
+            self._cut(team, count, itemsize, count, team.data_bytes)
         return self.grid(nbytes * team.world_size, policy), self._struct(team)
 
     @staticmethod
-    def _cut(team: ProxycclTeamPointer, share: int, itemsize: int, most: int) -> None:
+    def _cut(team: ProxycclTeamPointer, share: int, itemsize: int, most: int, buffer_bytes: int) -> None:
         """Sets the number and the size of the pieces into which a rank's share is cut; each is at most as long as a
-        slot.
+        slot of a buffer of `buffer_bytes`.
         """
-        team.share, team.slot_bytes = share, team.buffer_bytes // (team.world_size - 1) // 128 * 128
+        team.share, team.slot_bytes = share, buffer_bytes // (team.world_size - 1) // 128 * 128
         team.piece = min(team.slot_bytes // itemsize, share, most)
         team.pieces = -(-share // team.piece)
 

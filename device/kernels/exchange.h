@@ -46,7 +46,13 @@ PROXYCCL_DEVICE uint32_t lanesOf(const ProxycclTeam& team) { return team.lanes =
 
 // Returns the size of a slot if each lane has `slots` slots in a buffer for rounds.
 PROXYCCL_DEVICE uint64_t roundSlotBytes(const ProxycclTeam& team, uint32_t slots) {
-  return team.buffer_bytes / (static_cast<uint64_t>(lanesOf(team)) * slots) & ~127ull;
+  return team.data_bytes / (static_cast<uint64_t>(lanesOf(team)) * slots) & ~127ull;
+}
+
+// Returns the offset of a buffer in scratch memory.
+PROXYCCL_DEVICE uint64_t bufferOffset(const ProxycclTeam& team, uint32_t buffer) {
+  const uint64_t data = minimum(buffer, PROXYCCL_PIPELINE_DEPTH);
+  return data * team.data_bytes + (buffer - data) * team.result_bytes;
 }
 
 // Returns the buffer for the peers' data of piece k. A kernel that works in pieces may follow a kernel that works in
@@ -121,7 +127,7 @@ class Lane {
   // that of the local slot `local_slot`, in which no other send of the lane may stage data.
   PROXYCCL_DEVICE char* outbox(uint32_t buffer, uint32_t peer, uint32_t remote_slot, uint32_t local_slot) const {
     const uint32_t slot = outboxes().proxied[peer] ? local_slot : remote_slot;
-    return outboxes().base[peer] + buffer * team_.buffer_bytes + slot * slot_bytes_;
+    return outboxes().base[peer] + bufferOffset(team_, buffer) + slot * slot_bytes_;
   }
 
   // Called by the thread that handles `peer`, after syncBeforePost(): sends the outbox's data and signals the peer.
@@ -157,7 +163,7 @@ class Lane {
     return team_.links[static_cast<uint64_t>(number_) * team_.world_size + peer];
   }
   PROXYCCL_DEVICE uint64_t slotOffset(uint32_t buffer, uint32_t slot) const {
-    return buffer * team_.buffer_bytes + offset_ + slot * slot_bytes_;
+    return bufferOffset(team_, buffer) + offset_ + slot * slot_bytes_;
   }
 
   const ProxycclTeam& team_;

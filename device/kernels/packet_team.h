@@ -26,6 +26,5 @@ typedef struct ProxycclPacketTeam {
   ProxycclControl* control;
   uint32_t* epochs; /* one number per block, in device memory, which only the block advances, so that a captured graph
                      * can be replayed */
-  char* scratch;
-  char* remote[PROXYCCL_MAX_PACKET_RANKS]; /* the peers' scratch memory, mapped */
+  char* memory[PROXYCCL_MAX_PACKET_RANKS]; /* the scratch memory of all ranks, mapped */
 } ProxycclPacketTeam;

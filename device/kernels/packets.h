@@ -269,9 +269,8 @@ class Lanes {
   }
   // Returns this block's packets of the epoch's parity in the memory of rank `at`.
   PROXYCCL_DEVICE LL16Packet* packetsAt(uint32_t at) const {
-    char* const scratch = at == team_.rank ? team_.scratch : team_.remote[at];
     const uint32_t before = (2 * blockIdx.x + (epoch_ & 1)) * slots_;
-    return reinterpret_cast<LL16Packet*>(scratch) + static_cast<uint64_t>(before) * team_.slot_packets;
+    return reinterpret_cast<LL16Packet*>(team_.memory[at]) + static_cast<uint64_t>(before) * team_.slot_packets;
   }
   PROXYCCL_DEVICE LL16Packet* slotAt(uint32_t at, uint32_t slot) const {
     const uint32_t ranks = team_.world_size;

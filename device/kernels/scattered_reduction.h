@@ -96,7 +96,7 @@ class ScatteredReduction {
 
   // Returns the address of the slot for rank `of` of a buffer, in the scratch memory of rank `at`.
   PROXYCCL_DEVICE T* slot(uint32_t at, uint32_t buffer, uint32_t of) const {
-    return reinterpret_cast<T*>((at == team_.rank ? team_.scratch : team_.remote[at]) + buffer * team_.buffer_bytes +
+    return reinterpret_cast<T*>((at == team_.rank ? team_.scratch : team_.remote[at]) + bufferOffset(team_, buffer) +
                                 slotOf(at, of) * team_.slot_bytes);
   }
 

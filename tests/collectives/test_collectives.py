@@ -116,7 +116,7 @@ def test_all_reduce_computes_every_operation(ranks: Ranks, algorithm: str | None
 )
 def test_all_reduce_of_more_than_the_scratch_memory_holds(ranks: Ranks, algorithm: str, dtype: str) -> None:
     """The call needs several steps (epochs of packets, or rounds of the exchange), and the last step is short."""
-    memory = open_runtime(RUNTIME).launch_defaults.buffer_bytes
+    memory = open_runtime(RUNTIME).launch_defaults.data_bytes
     long = min(5 * memory, 8_800_000) // 4 + 1 if dtype == "float32" else min(2 * memory, 4_200_000) // 2 + 3
     several = 100_007 if algorithm == "two_shot_packets" else 40_007
     counts = (8 * 1024 + 1, several) if algorithm in PACKET_ALGORITHMS else (long,)
@@ -136,7 +136,7 @@ def test_rounds_and_pieces_share_buffers(of_node: int) -> None:
 
     def make_runtime(_: int) -> HostRuntime:
         runtime = HostRuntime(blocks=2)
-        runtime.launch_defaults = replace(runtime.launch_defaults, buffer_bytes=4096)
+        runtime.launch_defaults = replace(runtime.launch_defaults, data_bytes=4096, result_bytes=2048)
         return runtime
 
     def body(comm: Communicator) -> None:
