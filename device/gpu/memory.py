@@ -464,7 +464,7 @@ class GpuMemoryRuntime(Runtime):
                 while at < ptr + nbytes:
                     base, size = self.driver.address_range(at)
                     word = self.driver.blocks.word(at) if self.driver.blocks else None
-                    found.append(Allocation(at, word[0] if word else self.driver.allocation_id(at), word))
+                    found.append(Allocation(at, self.driver.allocation_id(at), word))
                     at = base + size
             except DriverError:
                 return ()
