@@ -415,9 +415,9 @@ class Communicator(CollectiveCalls):
         """Returns the bytes of device memory that this rank has allocated for the communicator, by purpose.
 
         The purposes are: "arrays" for the arrays of `empty`, "channels" for words of semaphores and rings, tables of
-        links and counters, "experts" for layers of experts, "packets" for packets of short collectives, "plans" for
-        execution plans, "results" for arrays that calls have made, "scratch" for other collectives by kernels,
-        "staging" for collectives by proxy, and "transfers" for `send` and `recv`.
+        links and counters, "experts" for layers of experts, "plans" for execution plans, "results" for arrays that
+        calls have made, "scratch" for collectives by kernels, "staging" for collectives by proxy, and "transfers" for
+        `send` and `recv`.
 
         The numbers are those of the requests; a driver rounds allocations up. Not counted are the memory of the
         program, such as registered tensors, the device's context and loaded kernels, and what the proxy's process

@@ -16,12 +16,12 @@ _LEAST_BLOCK = 1 << 20
 """Bytes of the shortest allocation that is given back while a group is suspended. A driver would round a block up to 2
 MiB, but packs short allocations.
 """
-_DEAD: frozenset[MemoryPurpose] = frozenset({"packets", "scratch", "staging"})
+_DEAD: frozenset[MemoryPurpose] = frozenset({"scratch", "staging"})
 """The purposes of memory whose contents no call reads once all ranks' calls have ended (channels/DESIGN.md)."""
 
 _STAYING: frozenset[MemoryPurpose] = frozenset({"channels", "results"})
-"""The purposes of memory that is never given back: reports read the words of channels, and a program may register a
-result, whose allocation's number would change (`AllocationGuard`).
+"""The purposes of memory that is never given back: reports read the words of channels, and a call that returns a result
+must not wait for a block.
 """
 
 Ranges = Sequence[tuple[int, int]]
@@ -102,15 +102,9 @@ class DeviceMemory:
                 found[piece.purpose] += memory.nbytes
         return found
 
-    @property
-    def block_bytes(self) -> int:
-        """The bytes of the allocations that `suspend` gives back, or has given back."""
-        return sum(memory.nbytes for memory, piece in self._live() if piece.block)
-
-    @property
-    def short_bytes(self) -> int:
-        """The bytes of the allocations that stay on the device."""
-        return sum(memory.nbytes for memory, piece in self._live() if not piece.block)
+    def nbytes(self, *, blocks: bool) -> int:
+        """Returns the bytes of the allocations that `suspend` gives back, or has given back, or else of the others."""
+        return sum(memory.nbytes for memory, piece in self._live() if piece.block == blocks)
 
     def publish(self) -> None:
         """Stores the account in the rank's segment, where observers read it."""
@@ -122,6 +116,10 @@ class DeviceMemory:
         """Chooses the blocks for `suspend`, keeps them alive until `finish`, and returns their addresses."""
         self._chosen = [_Chosen(memory, piece) for memory, piece in self._live() if piece.block]
         return [each.memory.ptr for each in self._chosen]
+
+    def has_chosen(self, ptr: int) -> bool:
+        """Returns whether an address lies in a chosen block."""
+        return any(0 <= ptr - each.memory.ptr < each.memory.nbytes for each in self._chosen)
 
     def save(self, *, arrays: bool) -> None:
         """Copies what must survive `suspend` to host memory. `arrays`: whether to copy the contents of arrays and of

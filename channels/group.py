@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 from proxyccl.channels.calls.launches import Launches
 from proxyccl.channels.device_memory import DeviceMemory
@@ -147,10 +147,7 @@ class Group:
         self.launches = Launches(self.runtime, self.failure, call_log, self.rank, self.world_size)
         self.vain_waits = VainWaits(meeting, self.failure, self.launches)
         self.inventory = Inventory()
-        suspendable = meeting.options.suspendable
-        if suspendable and not self.runtime.can_suspend:
-            raise RuntimeUnavailableError(f"suspendable: {self.runtime.name} can't suspend memory")
-        self.device_memory = DeviceMemory(self.runtime, self.control, suspendable=suspendable)
+        self.device_memory = DeviceMemory(self.runtime, self.control, suspendable=meeting.options.suspendable)
         self.symmetric = SymmetricMemory(meeting, self.mappings, self.launches.calls, self.device_memory)
         self.lent_memory = LentMemory(self.runtime, self.symmetric, self.launches.calls)
         self.kept: list[Shared] = []
@@ -455,11 +452,12 @@ class Group:
             self.links.drain()
             own = _Blocks(forks.here().token, self.device_memory.choose())
             every = self.exchange.all_gather(own, _BLOCKS, "suspend: all work is done")
+            self._withdraw_elsewhere({blocks.process for blocks in every})
             self.symmetric.update(wait=True)  # maps all announced memory, because suspended memory can't be mapped
             self.exchange.barrier("suspend: all announced memory is mapped")
             self._suspended_blocks = every
             self.device_memory.save(arrays=save)
-            self._in_proxy_and_here("suspend_mappings")
+            self._set_mapped(False)
             self.exchange.barrier("suspend: all ranks have unmapped it")
             self.device_memory.suspend()
         except BaseException as error:
@@ -481,7 +479,7 @@ class Group:
             reasons = self.exchange.all_gather(reason, _REASON, "resume: memory is allocated")
             lacking = [f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why]
             if not lacking:
-                self._in_proxy_and_here("resume_mappings")
+                self._set_mapped(True)
                 self.exchange.barrier("resume: all ranks have mapped it")
             elif not reason:
                 self.device_memory.suspend()
@@ -495,13 +493,21 @@ class Group:
         self.failure.resume()
         self.launches.recheck_next_call()
 
-    def _in_proxy_and_here(self, method: Literal["suspend_mappings", "resume_mappings"]) -> None:
+    def _withdraw_elsewhere(self, processes: set[bytes]) -> None:
+        """Withdraws this rank's blocks from groups with ranks in other processes, which can't take part in `resume` and
+        would keep the blocks' former memory mapped.
+        """
+        with open_lock:
+            others = [g for g in open_groups if any(r.process.token not in processes for r in g.topology.ranks)]
+        for other in others:
+            other.symmetric.withdraw_if(lambda announced: self.device_memory.has_chosen(announced.start))
+
+    def _set_mapped(self, mapped: bool) -> None:
         """Unmaps or maps the ranks' blocks in this process, and in the process of this rank's proxy."""
-        proxy = self.links.proxy_if_started
         for blocks in self._suspended_blocks:
-            getattr(self.runtime, method)(blocks.process, blocks.bases)
-            if proxy is not None:
-                getattr(proxy, method)(blocks.process, blocks.bases)
+            for owner in (self.runtime, self.links.proxy_if_started):
+                if owner is not None:
+                    owner.set_mapped(blocks.process, blocks.bases, mapped)
 
     def _give_up_suspending(self, operation: str, error: BaseException) -> None:
         """Makes the group fail, because some ranks' memory may be mapped and others' not."""

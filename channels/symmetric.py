@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 from msgspec import Struct, field
 
@@ -394,12 +395,12 @@ class SymmetricMemory:
         with self._lock:
             return [announced.nbytes for announced in self._announced.values() if announced.lent]
 
-    def _withdraw_freed(self) -> None:
-        """Withdraws ranges that their owners have freed, because the driver can't reuse memory that peers map."""
+    def withdraw_if(self, lost: Callable[[Announced], bool]) -> None:
+        """Withdraws the ranges for which `lost` returns True, among those that this object does not keep allocated."""
         with self._lock:
             ranges = [announced for announced in self._announced.values() if announced.memory is None]
         for announced in ranges:
-            if not self._is_unchanged(announced):
+            if lost(announced):
                 self._forget(announced)
 
     # -- this rank's memory for proxies ---
@@ -523,7 +524,7 @@ class SymmetricMemory:
             self.let_go_withdrawn()
         if self._pool is not None:
             self._follow_pool(self._pool)
-        self._withdraw_freed()
+        self.withdraw_if(lambda range_: not self._is_unchanged(range_))  # a driver can't reuse memory that peers map
         with self._lock:
             for announced in list(self._unsettled.values()):
                 self._tell_calls(announced)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -174,10 +174,23 @@ class StreamEvents(Struct, frozen=True):
     give: Callable[[int], object]
 
 
-Allocations = tuple[tuple[int, int], ...]
-"""The allocations that contain a range, in order: for each allocation an address in the range, and the driver's
-number of the allocation.
-"""
+class Allocation(NamedTuple):
+    """An allocation that contains a part of a range.
+
+    Attributes:
+        ptr: an address in the allocation and in the range.
+        number: the allocation's number. In a process no two allocations ever have the same number.
+        word: a C pointer to the word in which `Blocks` keep the number of memory that can be suspended; None for other
+            memory.
+    """
+
+    ptr: int
+    number: int
+    word: Any = None
+
+
+Allocations = tuple[Allocation, ...]
+"""The allocations that contain a range, in order."""
 
 
 class LaunchDefaults(Struct, frozen=True):
@@ -196,8 +209,10 @@ class LaunchDefaults(Struct, frozen=True):
         awaits_data: whether the kernel of a short reduction by proxy is launched before the other ranks' data has
             arrived, and waits for the data itself.
         bytes_per_block: bytes of a rank's contribution for which a collective launches one block.
-        exchange_bytes: bytes, from all other ranks together, that a rank receives per round (team.h).
-        pipeline_bytes: bytes of each pipeline buffer.
+        data_bytes: bytes, from all other ranks together, that a rank receives per round, or piece of a reduction
+            (team.h).
+        result_bytes: bytes, from all other ranks together, that a rank receives as results of a piece.
+        flow_bytes: bytes of all slots in which a rank receives transfers (flows.h).
         meeting_bytes: least bytes of a share for which ranks exchange the addresses of their outputs before sending.
         offered_bytes: most bytes of an in-place all_reduce in which each rank loads the other ranks' inputs directly.
         proxied_kernel_bytes: longest share, in bytes, that a kernel sends through the proxy to ranks of other nodes by
@@ -237,8 +252,9 @@ class LaunchDefaults(Struct, frozen=True):
     small_bytes: int
     awaits_data: bool
     bytes_per_block: int
-    exchange_bytes: int
-    pipeline_bytes: int
+    data_bytes: int
+    result_bytes: int
+    flow_bytes: int
     meeting_bytes: int
     offered_bytes: int
     proxied_kernel_bytes: int
@@ -297,21 +313,16 @@ class BaseRuntime(Protocol):
     def allocate(self, nbytes: int) -> Memory:
         """Allocates zeroed device memory that can be exported. Raises ResourceError if too little memory is left."""
 
-    @property
-    def can_suspend(self) -> bool:
-        """Whether the memory of `allocate_block` can be suspended."""
-        return False
-
     def allocate_block(self, nbytes: int) -> Memory:
         """Allocates zeroed device memory, like `allocate`, that `suspend` can give back temporarily. A GPU's driver
-        rounds `nbytes` up to 2 MiB. Requires `can_suspend`.
+        rounds `nbytes` up to 2 MiB. AMD's driver supports no such memory.
         """
         return self.allocate(nbytes)
 
     def suspend(self, blocks: Sequence[Memory]) -> None:
         """Gives memory of `allocate_block` back to the device. The contents are lost, and the addresses stay reserved.
 
-        No work may still use the memory, and all processes that map it must have called `suspend_mappings`. The memory
+        No work may still use the memory, and all processes that map it must have unmapped it (`set_mapped`). The memory
         can be closed while it is suspended.
         """
         return
@@ -322,19 +333,16 @@ class BaseRuntime(Protocol):
         """
         return
 
-    def suspend_mappings(self, process: bytes, bases: Collection[int]) -> None:
-        """Unmaps memory from `open` that lies in a process's blocks. The addresses stay reserved. Further calls do
-        nothing.
+    def set_mapped(self, process: bytes, bases: Collection[int], mapped: bool) -> None:
+        """Unmaps memory from `open` that lies in a process's blocks, or maps it at the same addresses again, after the
+        process has resumed the blocks. Meanwhile the addresses stay reserved. Further calls do nothing.
 
         Args:
             process: the token of the process that allocated the blocks.
             bases: the blocks' addresses in that process.
-        """
-        return
 
-    def resume_mappings(self, process: bytes, bases: Collection[int]) -> None:
-        """Undoes `suspend_mappings`, after the process has resumed the blocks. Raises ArgumentError if the memory can't
-        be mapped.
+        Raises:
+            ArgumentError: the memory can't be mapped.
         """
         return
 
@@ -457,10 +465,7 @@ class BaseRuntime(Protocol):
         None if the range is in no allocation of the driver's."""
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
-        """Returns the allocations that contain a range; an empty tuple if the driver knows none.
-
-        In a process no two allocations ever have the same number, even at the same address.
-        """
+        """Returns the allocations that contain a range; an empty tuple if the driver knows none."""
 
     def free_later(self, ptr: int) -> None:
         """Frees memory from `calls.allocate` when the runtime next waits for the device."""

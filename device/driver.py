@@ -87,21 +87,19 @@ class Blocks(Protocol):
     reserved.
     """
 
+    def word(self, ptr: int) -> Any:
+        """Returns a C pointer to the word that holds the number of the block that contains an address, and 0 once the
+        block is freed; None for other memory.
+        """
+
     def suspend(self, bases: Iterable[int]) -> None:
         """Frees the physical memory of the blocks at `bases`, which no work may still use and no process may map."""
 
     def resume(self, bases: Sequence[int]) -> None:
         """Allocates physical memory for suspended blocks. If it raises DriverError, the blocks stay suspended."""
 
-    def suspend_imports(self, process: bytes, bases: Collection[int]) -> None:
-        """Unmaps memory that another process exported, given the process's token and the addresses of its blocks
-        there. The addresses here stay reserved.
-        """
-
-    def resume_imports(self, process: bytes, bases: Collection[int]) -> None:
-        """Maps the memory of `suspend_imports` at the same addresses again. Raises DriverError, or OSError if the
-        process sends no descriptors.
-        """
+    def set_mapped(self, process: bytes, bases: Collection[int], mapped: bool) -> None:
+        """Implements `BaseRuntime.set_mapped`. Raises DriverError, or OSError if the process sends no descriptors."""
 
 
 class Driver(ABC):
@@ -251,6 +249,12 @@ class Driver(ABC):
         """
         base, size = self.call("MemGetAddressRange", ptr)
         return int(base), int(size)
+
+    def free_stacks(self) -> None:
+        """Frees the memory that the current context reserves for the stacks of kernels' threads, where the driver can.
+        The driver reserves memory again if a kernel needs it.
+        """
+        return
 
     @abstractmethod
     def pointer_device(self, ptr: int) -> int | None:

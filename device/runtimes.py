@@ -114,11 +114,7 @@ def open_runtime(name: str | None = None, device: int | None = None, *, local_ra
         ArgumentError: the runtime or the device is unknown.
         RuntimeUnavailableError: this machine does not offer the runtime; the message says what is missing.
     """
-    if not isinstance(name, str | None):
-        raise ArgumentError("runtime", f"must be a name or None, not {name!r}")
-    chosen = name or os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
-    if chosen not in RUNTIMES:
-        raise ArgumentError("runtime", f"unknown runtime {chosen!r}; expected one of {', '.join(RUNTIMES)}")
+    chosen = _chosen(name)
     if chosen == "host":
         from proxyccl.device.host import HostRuntime
 
@@ -127,3 +123,21 @@ def open_runtime(name: str | None = None, device: int | None = None, *, local_ra
 
     driver = open_driver(chosen)
     return GpuRuntime(driver, device if device is not None else local_rank % max(1, driver.device_count()))
+
+
+def require_suspendable(runtime: Runtime | str | None) -> None:
+    """Raises RuntimeUnavailableError if a runtime's memory can't be suspended (`BaseRuntime.suspend`). Takes a runtime,
+    or a name as `open_runtime` does, and raises the errors of `open_runtime`.
+    """
+    name = _chosen(runtime) if isinstance(runtime, str | None) else runtime.name
+    if name != "host" and open_driver(name).blocks is None:
+        raise RuntimeUnavailableError(f"suspendable: memory of {name} can't be suspended; expected suspendable=False")
+
+
+def _chosen(name: str | None) -> str:
+    if not isinstance(name, str | None):
+        raise ArgumentError("runtime", f"must be a name or None, not {name!r}")
+    chosen = name or os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
+    if chosen not in RUNTIMES:
+        raise ArgumentError("runtime", f"unknown runtime {chosen!r}; expected one of {', '.join(RUNTIMES)}")
+    return chosen

@@ -592,15 +592,11 @@ class ProxyService(ProxyWords):
                 raise ClosedError("the proxy service is closed")
             yield
 
-    def suspend_mappings(self, process: bytes, bases: Collection[int]) -> None:
-        """Unmaps a process's blocks in this process (`BaseRuntime.suspend_mappings`). Memory ids that name the blocks
-        stay valid; no transfer may use them until `resume_mappings`.
+    def set_mapped(self, process: bytes, bases: Collection[int], mapped: bool) -> None:
+        """Unmaps a process's blocks in this process, or maps them again (`BaseRuntime.set_mapped`). Memory ids that
+        name the blocks stay valid; no transfer may use them while they are unmapped.
         """
-        self.runtime.suspend_mappings(process, bases)
-
-    def resume_mappings(self, process: bytes, bases: Collection[int]) -> None:
-        """Undoes `suspend_mappings`."""
-        self.runtime.resume_mappings(process, bases)
+        self.runtime.set_mapped(process, bases, mapped)
 
     def paused(self, timeout: float) -> contextlib.AbstractContextManager[None]:
         """A context manager that pauses the workers. No paused worker reads rings or tables, so the caller may change

@@ -106,7 +106,7 @@ class Flows:
         most = _MOST_LANES if 2 * ranks * _MOST_LANES <= _MOST_BLOCKS else _MOST_BLOCKS // MOST_TRANSFERS
         lanes, slots = (min(most, defaults.blocks), _SLOTS) if all(flags) else (1, _PROXIED_SLOTS)
         every = lanes * ranks * slots
-        slot_bytes = max(_LEAST_SLOT_BYTES, 2 * defaults.exchange_bytes // every // 128 * 128)
+        slot_bytes = max(_LEAST_SLOT_BYTES, defaults.flow_bytes // every // 128 * 128)
         inbox = every * slot_bytes
         self._scratch = allocate(group, (inbox if all(flags) else 2 * inbox,), "uint8", "transfers")
         memory = register(group, self._scratch)

@@ -6,11 +6,12 @@ kernel's parameter ProxycclPacketTeam (packet_team.h) describes the scratch memo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 
 from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.group import Group
-from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.arrays.dtypes import DType
@@ -18,12 +19,13 @@ from proxyccl.device.base_runtime import LaunchDefaults
 
 MAX_RANKS: int = lib.PROXYCCL_MAX_PACKET_RANKS
 """The most ranks whose addresses the kernels' parameter has room for."""
-SLOT_PACKETS = 2048
-"""Most packets that a block takes from a rank in one epoch: 16 KiB of data. If SCRATCH_BYTES are not enough for that
-many, a block takes fewer.
+_SLOT_PACKETS, _SLOT_LINES = 2048, 1024
+"""Most packets, and most packets of lines, that a block takes from a rank in one epoch. If _MOST_BYTES are not enough
+for that many, a block takes fewer. If links carry lines, packets serve only data of fewer than `line_bytes` bytes, of
+which a block takes no more packets than it has threads.
 """
-SCRATCH_BYTES = 32 * 1024 * 1024
-"""Size of the scratch memory of packets, and of the scratch memory of lines."""
+_MOST_BYTES = 24 * 1024 * 1024
+"""Most bytes of the memory of packets, and of the memory of lines."""
 
 PACKET_BYTES = 16
 _PAYLOAD_BYTES = 8
@@ -127,8 +129,7 @@ class RowShape(Struct, frozen=True):
 
 
 class PacketTeam:
-    """The state of packet algorithms. All ranks construct a `PacketTeam` together; each rank must have mapped every
-    other rank's memory.
+    """The state of packet algorithms between at least two ranks, each of which has mapped the memory of all ranks.
 
     Args:
         whole_lines: whether all ranks' links carry lines of 128 bytes in one piece, so that packets may be lines.
@@ -136,6 +137,7 @@ class PacketTeam:
     Attributes:
         move_bytes: the longest share that an all_gather or an all_to_all moves in packets.
         scratch: the memory of packets; if links carry lines, a second item is the memory of lines.
+        nbytes: bytes of scratch memory, which `place` needs.
     """
 
     def __init__(self, group: Group, *, whole_lines: bool) -> None:
@@ -146,11 +148,18 @@ class PacketTeam:
         self._max_threads, self._defaults = max(defaults.threads, defaults.packet_threads), defaults
         self._ranks = ranks
         blocks = defaults.pair_packet_blocks if ranks == 2 else defaults.packet_blocks
-        self.scratch = [PacketScratch(group, blocks, SLOT_PACKETS)]
+        self.scratch = [PacketScratch(group, blocks, defaults.packet_threads if whole_lines else _SLOT_PACKETS)]
         self._line_bytes, self._efficient_blocks = defaults.line_bytes, defaults.efficient_blocks
         if whole_lines:
-            most = SCRATCH_BYTES // (_slots(1, ranks) * LINE_PACKETS * LINE_WARP * PACKET_BYTES)
-            self.scratch.append(PacketScratch(group, min(defaults.line_blocks, most), LINE_PACKETS * SLOT_PACKETS))
+            most = _MOST_BYTES // (_slots(1, ranks) * LINE_PACKETS * LINE_WARP * PACKET_BYTES)
+            self.scratch.append(PacketScratch(group, min(defaults.line_blocks, most), _SLOT_LINES))
+        self.nbytes = sum(scratch.nbytes for scratch in self.scratch)
+
+    def place(self, addresses: Sequence[int]) -> None:
+        """Sets the addresses, on this rank, of all ranks' scratch memory."""
+        for each in self.scratch:
+            each.place(addresses)
+            addresses = [address + each.nbytes for address in addresses]
 
     def launch(self, algorithm: str, dtype: DType, count: int, policy: CtaPolicy) -> PacketLaunch:
         if algorithm == "recursive_doubling":
@@ -212,15 +221,15 @@ class PacketTeam:
 
 
 class PacketScratch:
-    """Memory for packets on each rank, and the epoch counters of the kernels' blocks. All ranks construct a
-    `PacketScratch` together.
+    """Memory for packets on each rank, and the epoch counters of the kernels' blocks.
 
     Args:
         blocks: the most blocks of a kernel.
-        most: the most packets of a slot; if SCRATCH_BYTES are not enough for them, a slot has fewer.
+        most: the most packets of a slot; if _MOST_BYTES are not enough for them, a slot has fewer.
 
     Attributes:
         slot_packets: packets of a slot.
+        nbytes: bytes of the memory.
         epochs: the blocks' counters of epochs, uint32 each, in device memory.
     """
 
@@ -228,19 +237,18 @@ class PacketScratch:
         ranks = group.world_size
         self.blocks = blocks
         slots = _slots(blocks, ranks)
-        self.slot_packets = min(most, SCRATCH_BYTES // (slots * PACKET_BYTES) // _LINE_THREADS * _LINE_THREADS)
-        self._scratch = allocate(group, (slots * self.slot_packets * PACKET_BYTES,), "uint8", "packets")
-        self._memory = register(group, self._scratch)
-        self.epochs = group.device_memory.allocate(blocks * ffi.sizeof("uint32_t"), "packets")
+        self.slot_packets = min(most, _MOST_BYTES // (slots * PACKET_BYTES) // _LINE_THREADS * _LINE_THREADS)
+        self.nbytes = slots * self.slot_packets * PACKET_BYTES
+        self.epochs = group.device_memory.allocate(blocks * ffi.sizeof("uint32_t"), "channels")
 
         team = self._team = ffi.new("ProxycclPacketTeam *")
         team.rank, team.world_size, team.slot_packets = group.rank, ranks, self.slot_packets
         team.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
         team.epochs = ffi.cast("uint32_t *", self.epochs.ptr)
-        team.scratch = ffi.cast("char *", self._scratch.ptr)
-        for peer in range(ranks):
-            if peer != group.rank:
-                team.remote[peer] = ffi.cast("char *", self._memory.peer_ptr(peer))
+
+    def place(self, addresses: Sequence[int]) -> None:
+        for rank, address in enumerate(addresses):
+            self._team.memory[rank] = ffi.cast("char *", address)
 
     def parameter(self, share: int, epochs: int, epoch_packets: int) -> bytes:
         team = ffi.new("ProxycclPacketTeam *", self._team[0])
@@ -248,9 +256,8 @@ class PacketScratch:
         return bytes(ffi.buffer(team))
 
     def close(self) -> None:
-        self._scratch.free()
         self.epochs.close()
 
 
 def _slots(blocks: int, ranks: int) -> int:
-    return 2 * blocks * lib.PROXYCCL_PACKET_SLOTS_PER_RANK * ranks
+    return 2 * blocks * lib.PROXYCCL_PACKET_SLOTS_PER_PEER * (ranks - 1)

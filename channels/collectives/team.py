@@ -144,13 +144,17 @@ class Team:
         self.threads = max(defaults.threads, ranks)
         lanes = self.blocks if self.all_mapped else 1
 
-        exchange_bytes = _PINNED_BUFFER_BYTES if self.pinned else defaults.exchange_bytes
-        pipeline_bytes = _PINNED_BUFFER_BYTES if self.pinned else defaults.pipeline_bytes
-        buffers = lib.PROXYCCL_ROUND_BUFFERS * exchange_bytes + lib.PROXYCCL_PIPELINE_BUFFERS * pipeline_bytes
+        data_bytes = _PINNED_BUFFER_BYTES if self.pinned else defaults.data_bytes
+        result_bytes = _PINNED_BUFFER_BYTES if self.pinned else defaults.result_bytes
+        buffers = lib.PROXYCCL_PIPELINE_DEPTH * (data_bytes + result_bytes)
         outputs = round_up(2 * lanes * ranks * packet_team.PACKET_BYTES, 128)
         self._writes_outputs = self.all_mapped and members == list(range(group.world_size))
         both_ways = 2 * buffers + outputs
         nbytes = buffers + outputs if self.all_mapped or self.pinned else both_ways
+        with_packets = self.all_mapped and 1 < ranks == group.world_size <= packet_team.MAX_RANKS
+        self.packets = PacketTeam(group, whole_lines=whole_lines) if with_packets else None
+        packets_offset = nbytes
+        nbytes += 0 if self.packets is None else self.packets.nbytes
         self._scratch = allocate(group, (nbytes,), "uint8", "scratch")
         memory = register(group, self._scratch)
         self._pinned = PinnedRange(group, both_ways) if self.pinned else None
@@ -169,16 +173,16 @@ class Team:
         team.links = ffi.cast("ProxycclLink *", self._memory.ptr + counters_bytes)
         team.scratch = ffi.cast("char *", self._scratch.ptr)
         team.proxied = ffi.cast("char *", proxied.ptr)
-        team.exchange_bytes, team.pipeline_bytes = exchange_bytes, pipeline_bytes
-        most = min(_ONE_CROSSING_BYTES, exchange_bytes // ranks // 128 * 128)
+        team.data_bytes, team.result_bytes = data_bytes, result_bytes
+        most = min(_ONE_CROSSING_BYTES, data_bytes // ranks // 128 * 128)
         if self.pinned:  # `pinned_kernel_bytes` limits the bytes for all peers together
             most = min(most, defaults.pinned_kernel_bytes // max(1, ranks - 1))
         team.one_crossing_bytes = most if self.all_mapped or ranks > 2 else _NO_LIMIT
         team.outputs_offset, team.staging_offset, team.lanes = buffers, buffers + outputs, lanes
         for number in range(min(ranks, lib.PROXYCCL_MAX_MAPPED_RANKS)):
             team.remote[number] = self._links.table[number].remote
-        with_packets = self.all_mapped and ranks == group.world_size <= packet_team.MAX_RANKS
-        self.packets = PacketTeam(group, whole_lines=whole_lines) if with_packets else None
+        if self.packets is not None:
+            self.packets.place([memory.peer_ptr(peer) + packets_offset for peer in members])
 
     @staticmethod
     def all_mapped_of(ranks: int, reaching: Iterable[bool]) -> bool:
@@ -229,7 +233,7 @@ class Team:
         most = share = round_up(-(-count // team.world_size), aligned)
         if not self.all_mapped:  # even a message that fits in one piece is cut, so that its transfers overlap
             most = max(round_up(-(-share // _PROXIED_PARTS), aligned), _SHORTEST_PROXIED_PIECE // itemsize)
-        self._cut(team, share, itemsize, most)
+        self._cut(team, share, itemsize, most, team.result_bytes)
         return self.grid(count * itemsize, policy), self._struct(team, reached=reached)
 
     def scatter(self, count: int, itemsize: int, policy: CtaPolicy) -> tuple[int, bytes]:
@@ -238,16 +242,16 @@ class Team:
         """
         nbytes = count * itemsize
         team = self._call(0)
-        if self.all_mapped and nbytes % 16 == 0 and nbytes * (team.world_size - 1) > team.exchange_bytes:
-            self._cut(team, count, itemsize, count)
+        if self.all_mapped and nbytes % 16 == 0 and nbytes * (team.world_size - 1) > team.data_bytes:
+            self._cut(team, count, itemsize, count, team.data_bytes)
         return self.grid(nbytes * team.world_size, policy), self._struct(team)
 
     @staticmethod
-    def _cut(team: ProxycclTeamPointer, share: int, itemsize: int, most: int) -> None:
+    def _cut(team: ProxycclTeamPointer, share: int, itemsize: int, most: int, buffer_bytes: int) -> None:
         """Sets the number and the size of the pieces into which a rank's share is cut; each is at most as long as a
-        slot.
+        slot of a buffer of `buffer_bytes`.
         """
-        team.share, team.slot_bytes = share, team.pipeline_bytes // (team.world_size - 1) // 128 * 128
+        team.share, team.slot_bytes = share, buffer_bytes // (team.world_size - 1) // 128 * 128
         team.piece = min(team.slot_bytes // itemsize, share, most)
         team.pieces = -(-share // team.piece)
 

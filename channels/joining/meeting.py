@@ -48,7 +48,7 @@ from proxyccl.device.errors import (
 )
 from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.runtime import Runtime
-from proxyccl.device.runtimes import open_runtime
+from proxyccl.device.runtimes import open_runtime, require_suspendable
 from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.daemon.client import missing_in_daemon
 from proxyccl.proxy.daemon.introduced import is_offered
@@ -128,6 +128,8 @@ def meet(
         if owns_bootstrap:
             undo.callback(bootstrap.close)
         rank, world_size = bootstrap.rank, bootstrap.world_size
+        if options.suspendable:
+            require_suspendable(runtime)
         places = exchange.all_gather(Whereabouts.own(), WHEREABOUTS, "hosts")
         hosts = find_hosts(places)
         ways = open_ways(places, hosts, rank, timeout)

@@ -68,9 +68,7 @@ SHARING_OFFSET = CHOICES_OFFSET + 8 * engine_lib.PROXYCCL_CALL_CHOICES
 """Offsets of the call log, the numbers of calls by collective, the words by which ranks agree on choices, and a word
 that is not 0 if a rank has more than one communicator on its device.
 """
-MemoryPurpose = Literal[
-    "arrays", "channels", "experts", "packets", "plans", "results", "scratch", "staging", "transfers"
-]
+MemoryPurpose = Literal["arrays", "channels", "experts", "plans", "results", "scratch", "staging", "transfers"]
 """A purpose for which a rank allocates device memory (channels/DESIGN.md)."""
 MEMORY_PURPOSES: tuple[MemoryPurpose, ...] = get_args(MemoryPurpose)
 _MEMORY_OFFSET = SHARING_OFFSET + 8

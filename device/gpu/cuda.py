@@ -137,6 +137,9 @@ class CudaDriver(Driver):
         kind = cu.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
         return bool(self.call("DeviceGetP2PAttribute", kind, ordinal, peer))
 
+    def free_stacks(self) -> None:
+        self.call("CtxSetLimit", cu.CUlimit.CU_LIMIT_STACK_SIZE, 0)
+
     # -- memory ---
 
     def allocate(self, nbytes: int) -> int:
@@ -171,9 +174,9 @@ class CudaDriver(Driver):
         return ordinal.value
 
     def allocation_id(self, ptr: int) -> int:
-        number = self._virtual_memory.number(ptr)  # the driver's number changes if the block is suspended and resumed
-        if number is not None:
-            return number
+        word = self._virtual_memory.word(ptr)  # the driver's number changes if the block is suspended and resumed
+        if word is not None:
+            return int(word[0])
         return int(self.call("PointerGetAttribute", cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, ptr))
 
     def export_memory(self, base: int, size: int) -> bytes:

@@ -24,6 +24,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from proxyccl.device._native import ffi
 from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.driver import Driver
 from proxyccl.device.errors import DriverError
@@ -45,14 +46,14 @@ class _Block(Struct):
     Attributes:
         size: bytes, a multiple of the driver's granularity.
         device: the number of the device.
-        number: the driver's number of the block's first physical memory, which identifies the block even after the
-            block was suspended and resumed.
+        word: holds the driver's number of the block's first physical memory, which identifies the block even after the
+            block was suspended and resumed; 0 once the block is freed.
         mapped: False while the block is suspended.
     """
 
     size: int
     device: int
-    number: int = 0
+    word: Any
     mapped: bool = True
 
 
@@ -121,14 +122,14 @@ class VirtualMemory:
         device = int(self._driver.call("CtxGetDevice"))
         recommended = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         step = int(self._driver.call("MemGetAllocationGranularity", self._properties(device), recommended))
-        block = _Block(round_up(nbytes, step), device)
+        block = _Block(round_up(nbytes, step), device, ffi.new("uint64_t *"))
         base = int(self._driver.call("MemAddressReserve", block.size, 0, 0, 0))
         try:
             self._create(base, block)
         except DriverError:
             self._driver.release("MemAddressFree", base, block.size)
             raise
-        block.number = self._driver.allocation_id(base)
+        block.word[0] = self._driver.allocation_id(base)
         self._allocated[base] = block
         return base
 
@@ -162,18 +163,17 @@ class VirtualMemory:
             block = self._allocated.pop(base, None)
             if block is None:
                 return False
+            block.word[0] = 0
             if block.mapped:
                 self._driver.release("CtxSynchronize")  # cuMemUnmap need not wait for the context's work
             self._unmap(base, block.size if block.mapped else 0, block.size)
             return True
 
-    def number(self, ptr: int) -> int | None:
-        """Returns the number that identifies the block from `allocate` that contains an address; None for other
-        memory. The block keeps the number while it is suspended and afterwards.
-        """
+    def word(self, ptr: int) -> Any:
+        """Implements `Blocks.word`. A block keeps its number while it is suspended and afterwards."""
         for base, block in list(self._allocated.items()):
             if base <= ptr < base + block.size:
-                return block.number
+                return block.word
         return None
 
     def suspend(self, bases: Iterable[int]) -> None:
@@ -216,26 +216,16 @@ class VirtualMemory:
             every = list(self._exported.items())
         return [found for found in every if base <= _REQUEST.unpack(found[0])[1] < base + block.size]
 
-    def suspend_imports(self, process: bytes, bases: Collection[int]) -> None:
-        """Unmaps the memory of `open` whose blocks a process owns and that begin there at `bases`. The addresses here
-        stay reserved. No work may still use the memory.
-        """
+    def set_mapped(self, process: bytes, bases: Collection[int], mapped: bool) -> None:
+        """Implements `Blocks.set_mapped`."""
         with self._suspending:
-            for base, imported in self._imports_of(process, bases):
-                if imported.mapped:
-                    self._driver.release("MemUnmap", base, imported.size)
-                    imported.mapped = False
-
-    def resume_imports(self, process: bytes, bases: Collection[int]) -> None:
-        """Maps the memory that `suspend_imports` unmapped at the same addresses again. Raises as `open`."""
-        with self._suspending:
-            for base, imported in self._imports_of(process, bases):
-                if not imported.mapped:
-                    self._fetch(base, imported)
-                    imported.mapped = True
-
-    def _imports_of(self, process: bytes, bases: Collection[int]) -> list[tuple[int, _Import]]:
-        return [(base, each) for base, each in list(self._imported.items()) if each.is_of(process, bases)]
+            for base, imported in list(self._imported.items()):
+                if imported.mapped != mapped and imported.is_of(process, bases):
+                    if mapped:
+                        self._fetch(base, imported)
+                    else:
+                        self._driver.release("MemUnmap", base, imported.size)
+                    imported.mapped = mapped
 
     def is_mapped(self, ptr: int) -> bool:
         """Whether an address lies in device memory that CUDA IPC refuses, such as mapped blocks."""

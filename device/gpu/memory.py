@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from proxyccl.device.arguments.integers import find_integer
-from proxyccl.device.base_runtime import Allocations, Memory
+from proxyccl.device.base_runtime import Allocation, Allocations, Memory
 from proxyccl.device.driver import REGISTER_PORTABLE_AND_MAPPED, Blocks, Driver
 from proxyccl.device.errors import (
     AlreadyMappedError,
@@ -294,10 +294,6 @@ class GpuMemoryRuntime(Runtime):
             return new(nbytes)
 
     @property
-    def can_suspend(self) -> bool:
-        return self.driver.blocks is not None
-
-    @property
     def _blocks(self) -> Blocks:
         if self.driver.blocks is None:
             raise RuntimeUnavailableError(f"{self.name}: memory of this vendor's GPUs can't be suspended")
@@ -317,14 +313,10 @@ class GpuMemoryRuntime(Runtime):
         for block in blocks:
             self.fill(block.ptr, 0, block.nbytes)
 
-    def suspend_mappings(self, process: bytes, bases: Collection[int]) -> None:
-        if bases:
-            self.context.call(self._blocks.suspend_imports, process, bases)
-
-    def resume_mappings(self, process: bytes, bases: Collection[int]) -> None:
+    def set_mapped(self, process: bytes, bases: Collection[int], mapped: bool) -> None:
         if bases:
             try:
-                self.context.call(self._blocks.resume_imports, process, bases)
+                self.context.call(self._blocks.set_mapped, process, bases, mapped)
             except (DriverError, OSError) as error:
                 raise ArgumentError("handle", f"suspended memory can't be mapped again: {error}") from None
 
@@ -471,7 +463,8 @@ class GpuMemoryRuntime(Runtime):
             try:
                 while at < ptr + nbytes:
                     base, size = self.driver.address_range(at)
-                    found.append((at, self.driver.allocation_id(at)))
+                    word = self.driver.blocks.word(at) if self.driver.blocks else None
+                    found.append(Allocation(at, self.driver.allocation_id(at), word))
                     at = base + size
             except DriverError:
                 return ()

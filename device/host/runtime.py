@@ -14,6 +14,7 @@ from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arguments.texts import require_text, require_texts
 from proxyccl.device.base_runtime import (
+    Allocation,
     Allocations,
     DriverCalls,
     Event,
@@ -102,8 +103,9 @@ class HostRuntime(Runtime):
             small_bytes=32 * 1024,
             awaits_data=False,
             bytes_per_block=32 * 1024,
-            exchange_bytes=1024 * 1024,
-            pipeline_bytes=1024 * 1024,
+            data_bytes=1024 * 1024,
+            result_bytes=1024 * 1024,
+            flow_bytes=2 * 1024 * 1024,
             meeting_bytes=16 * 1024,
             offered_bytes=16 * 1024,
             proxied_kernel_bytes=128 * 1024,
@@ -154,10 +156,6 @@ class HostRuntime(Runtime):
     def allocate_pinned(self, nbytes: int) -> SharedMemory:
         """Allocates zeroed shared memory, like `allocate`."""
         return self.allocate(nbytes)
-
-    @property
-    def can_suspend(self) -> bool:
-        return True
 
     def suspend(self, blocks: Sequence[Memory]) -> None:
         """Frees the pages of shared memory. All processes' mappings stay valid, and read zeros from then on."""
@@ -217,7 +215,7 @@ class HostRuntime(Runtime):
         number = ffi.new("uint64_t *")
         if lib.proxyccl_host_pointer_attribute(number, lib.PROXYCCL_HOST_BUFFER_ID, ptr):
             return ()
-        return ((ptr, number[0]),)
+        return (Allocation(ptr, number[0]),)
 
     def free_later(self, ptr: int) -> None:
         """Frees memory immediately, because peers' mappings stay valid."""

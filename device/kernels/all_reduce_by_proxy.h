@@ -14,8 +14,9 @@
 //     the peers have stored the results of piece k - 3, so their buffer is free.
 // The buffers that stage data for the proxy are reused in the same way, because the proxy has read a buffer when the
 // data has arrived at the peer. A buffer is also free when the next kernel uses it: a rank that starts a kernel has all
-// results of the previous kernel, so all peers have reduced their data. The rank distributes results only when it has
-// every peer's first data of this kernel, which a peer sends after it has ended the previous kernel.
+// results of the previous kernel, so all peers have reduced their data (after a kernel in rounds, see dataBuffer()).
+// The rank distributes results only when it has every peer's first data of this kernel, which a peer sends after it has
+// ended the previous kernel.
 #pragma once
 
 #include "exchange.h"
@@ -50,26 +51,24 @@ PROXYCCL_DEVICE void allReduceInOneCrossing(const ProxycclTeam& team, const T* i
 
 template <class T, class Op>
 PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
-  constexpr uint32_t kData = 0, kResult = PROXYCCL_PIPELINE_DEPTH;
   const uint32_t rank = team.rank, ranks = team.world_size;
-  const Lane lane(team, pipelineBuffers(team), ranks - 1);
+  const Lane lane(team, team.slot_bytes, ranks - 1);
+  const uint64_t next_round = team.counters->round;
   const uint64_t share = team.share, piece = team.piece, pieces = team.pieces;
 
   // The last pieces of a share may be short or empty.
   auto begin = [&](uint64_t k, uint32_t owner) { return minimum(owner * share + minimum(k * piece, share), count); };
   auto size = [&](uint64_t k, uint32_t owner) { return begin(k + 1, owner) - begin(k, owner); };
-  auto buffer = [](uint32_t kind, uint64_t k) { return kind + static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH); };
-  auto outbox = [&](uint32_t kind, uint64_t k, uint32_t peer) {
-    return lane.outbox(buffer(kind, k), peer, slotOf(peer, rank), slotOf(rank, peer));
+  auto data = [&](uint64_t k) { return dataBuffer(k, next_round); };
+  auto outbox = [&](uint32_t buffer, uint32_t peer) {
+    return lane.outbox(buffer, peer, slotOf(peer, rank), slotOf(rank, peer));
   };
-  auto inbox = [&](uint32_t kind, uint64_t k, uint32_t peer) {
-    return lane.inbox(buffer(kind, k), peer, slotOf(rank, peer));
-  };
+  auto inbox = [&](uint32_t buffer, uint32_t peer) { return lane.inbox(buffer, peer, slotOf(rank, peer)); };
 
   auto scatter = [&](uint64_t k) {
     for (uint32_t i = 1; i < ranks; ++i) {
       const uint32_t peer = (rank + i) % ranks;
-      copyBytes(outbox(kData, k, peer), in + begin(k, peer), size(k, peer) * sizeof(T), lane.thread(), lane.threads());
+      copyBytes(outbox(data(k), peer), in + begin(k, peer), size(k, peer) * sizeof(T), lane.thread(), lane.threads());
     }
   };
   auto reduce = [&](uint64_t k) {
@@ -77,26 +76,27 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
     T* result = out + begin(k, rank);
     reduceRanks<T, Op>(
         ranks, team.divisor, size(k, rank), isAligned16(mine) && isAligned16(result), lane.thread(), lane.threads(),
-        [&](uint32_t source) { return source == rank ? mine : reinterpret_cast<const T*>(inbox(kData, k, source)); },
+        [&](uint32_t source) { return source == rank ? mine : reinterpret_cast<const T*>(inbox(data(k), source)); },
         [&](uint64_t i, const auto& sum) {
           for (uint32_t peer = rank + 1; peer < ranks; ++peer)
-            sum.store(reinterpret_cast<T*>(outbox(kResult, k, peer)) + i);
-          for (uint32_t peer = 0; peer < rank; ++peer) sum.store(reinterpret_cast<T*>(outbox(kResult, k, peer)) + i);
+            sum.store(reinterpret_cast<T*>(outbox(resultBuffer(k), peer)) + i);
+          for (uint32_t peer = 0; peer < rank; ++peer)
+            sum.store(reinterpret_cast<T*>(outbox(resultBuffer(k), peer)) + i);
           sum.store(result + i);
         });
   };
   auto gather = [&](uint64_t k) {
     for (uint32_t i = 1; i < ranks; ++i) {
       const uint32_t peer = (rank + i) % ranks;
-      copyBytes(out + begin(k, peer), inbox(kResult, k, peer), size(k, peer) * sizeof(T), lane.thread(),
+      copyBytes(out + begin(k, peer), inbox(resultBuffer(k), peer), size(k, peer) * sizeof(T), lane.thread(),
                 lane.threads());
     }
   };
 
   const uint32_t peer = threadIdx.x;
   const bool talks = lane.handles(peer);
-  auto post = [&](uint32_t kind, uint64_t k, uint32_t owner) {
-    if (talks) lane.post(buffer(kind, k), peer, slotOf(peer, rank), slotOf(rank, peer), size(k, owner) * sizeof(T));
+  auto post = [&](uint32_t buffer, uint64_t k, uint32_t owner) {
+    if (talks) lane.post(buffer, peer, slotOf(peer, rank), slotOf(rank, peer), size(k, owner) * sizeof(T));
   };
   auto await = [&] {
     if (talks) lane.await(peer);
@@ -105,18 +105,18 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
 
   scatter(0);
   lane.syncBeforePost();
-  post(kData, 0, peer);
+  post(data(0), 0, peer);
   // Each rank posts first the data of piece 0, then in step k the data of piece k + 1 and the results of piece k. Every
   // peer waits for these posts in the same order.
   for (uint64_t k = 0; k <= pieces; ++k) {
     if (k + 1 < pieces) scatter(k + 1);
     lane.syncBeforePost();
-    if (k + 1 < pieces) post(kData, k + 1, peer);
+    if (k + 1 < pieces) post(data(k + 1), k + 1, peer);
     if (k < pieces) {
       await();
       reduce(k);
       lane.syncBeforePost();
-      post(kResult, k, rank);
+      post(resultBuffer(k), k, rank);
     }
     if (k > 0) {
       await();

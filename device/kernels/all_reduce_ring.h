@@ -19,7 +19,7 @@ PROXYCCL_DEVICE void all_reduce_ring(const ProxycclTeam& team, const T* in, T* o
   using A = typename Element<T>::Accumulator;
   const uint32_t rank = team.rank, ranks = team.world_size, steps = ranks - 1;
   const uint32_t next = (rank + 1) % ranks, previous = (rank + ranks - 1) % ranks;
-  const Lane lane(team, roundBuffers(team, 2 * steps), 2 * steps);
+  const Lane lane(team, roundSlotBytes(team, 2 * steps), 2 * steps);
   const uint64_t first_round = team.counters->round;
   const uint64_t piece = lane.slotBytes() / sizeof(A);  // elements per share, lane and round
   const uint64_t per_round = piece * ranks * lane.count();

@@ -81,7 +81,6 @@ class TwoShot : ScatteredReduction<T, Op> {
   using Base = ScatteredReduction<T, Op>;
   using Base::after, Base::beginOf, Base::copy, Base::count_, Base::links_, Base::scatter, Base::sizeOf, Base::slot,
       Base::team_, Base::thread, Base::threads;
-  static constexpr uint32_t kResult = PROXYCCL_PIPELINE_DEPTH;
 
   PROXYCCL_DEVICE void loadAndReduce() const {
     links_.await();
@@ -113,7 +112,7 @@ class TwoShot : ScatteredReduction<T, Op> {
   PROXYCCL_DEVICE void gather(uint64_t k) const {
     for (uint32_t i = 1; i < team_.world_size; ++i) {
       const uint32_t peer = after(i);
-      copy(out_ + beginOf(k, peer), slot(team_.rank, kResult, k, peer), sizeOf(k, peer));
+      copy(out_ + beginOf(k, peer), slot(team_.rank, resultBuffer(k), peer), sizeOf(k, peer));
     }
   }
 
@@ -121,7 +120,7 @@ class TwoShot : ScatteredReduction<T, Op> {
     const uint64_t begin = beginOf(k, team_.rank);
     Base::reduce(k, false, [&](uint32_t rank) {
       if (reached) return reinterpret_cast<T*>(outputs_.of(rank)) + begin;
-      return rank == team_.rank ? out_ + begin : slot(rank, kResult, k, team_.rank);
+      return rank == team_.rank ? out_ + begin : slot(rank, resultBuffer(k), team_.rank);
     });
   }
 

@@ -6,6 +6,7 @@
 // received every peer's signal of round r + 1, which a peer sends after it has read its slots of round r. Slots may
 // also be reused by the next kernel, whatever its grid, because a peer that has started a kernel has ended the previous
 // one.
+// Kernels that work in pieces use the same buffers (dataBuffer()).
 #pragma once
 
 #include "integers.h"
@@ -43,29 +44,39 @@ PROXYCCL_OUT_OF_LINE void awaitThroughProxy(const ProxycclProxyChannel* handle) 
 // through the proxy, all blocks form one lane; otherwise each block is a lane of its own.
 PROXYCCL_DEVICE uint32_t lanesOf(const ProxycclTeam& team) { return team.lanes == 1 ? 1 : gridDim.x; }
 
-// Consecutive buffers in scratch memory; each buffer holds the slots of all lanes.
-struct Buffers {
-  uint64_t offset;  // offset of the first buffer
-  uint64_t bytes;
-  uint64_t slot_bytes;
-};
-PROXYCCL_DEVICE Buffers roundBuffers(const ProxycclTeam& team, uint32_t slots) {
-  return {0, team.exchange_bytes, team.exchange_bytes / (static_cast<uint64_t>(lanesOf(team)) * slots) & ~127ull};
-}
-PROXYCCL_DEVICE Buffers pipelineBuffers(const ProxycclTeam& team) {
-  return {PROXYCCL_ROUND_BUFFERS * team.exchange_bytes, team.pipeline_bytes, team.slot_bytes};
+// Returns the size of a slot if each lane has `slots` slots in a buffer for rounds.
+PROXYCCL_DEVICE uint64_t roundSlotBytes(const ProxycclTeam& team, uint32_t slots) {
+  return team.data_bytes / (static_cast<uint64_t>(lanesOf(team)) * slots) & ~127ull;
 }
 
-// This block's lane: its links, its `slots` slots in each buffer, and its threads. Thread p of the lane's first block
-// handles rank p: it signals rank p and waits for the signals of rank p.
+// Returns the offset of a buffer in scratch memory.
+PROXYCCL_DEVICE uint64_t bufferOffset(const ProxycclTeam& team, uint32_t buffer) {
+  const uint64_t data = minimum(buffer, PROXYCCL_PIPELINE_DEPTH);
+  return data * team.data_bytes + (buffer - data) * team.result_bytes;
+}
+
+// Returns the buffer for the peers' data of piece k. A kernel that works in pieces may follow a kernel that works in
+// rounds. A peer may then still read its buffer of the last round, but has read its buffer of the round before, and all
+// pieces of earlier kernels. So if `next` is the number of the next round, the buffer of that round is free, and the
+// last round's buffer is free once the peer's data of piece 0 has arrived.
+PROXYCCL_DEVICE uint32_t dataBuffer(uint64_t k, uint64_t next = 0) {
+  const uint32_t i = static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH);
+  return i == 0 ? PROXYCCL_ROUND_BUFFERS : static_cast<uint32_t>(next + i - 1) % PROXYCCL_ROUND_BUFFERS;
+}
+PROXYCCL_DEVICE uint32_t resultBuffer(uint64_t k) {
+  return PROXYCCL_PIPELINE_DEPTH + static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH);
+}
+
+// This block's lane: its links, its `slots` slots of `slot_bytes` bytes in each buffer, and its threads. Thread p of
+// the lane's first block handles rank p: it signals rank p and waits for the signals of rank p.
 class Lane {
  public:
-  PROXYCCL_DEVICE Lane(const ProxycclTeam& team, Buffers buffers, uint32_t slots)
+  PROXYCCL_DEVICE Lane(const ProxycclTeam& team, uint64_t slot_bytes, uint32_t slots)
       : team_(team),
         one_lane_(team.lanes == 1),
         number_(one_lane_ ? 0 : blockIdx.x),
-        buffers_(buffers),
-        offset_(buffers.offset + static_cast<uint64_t>(number_) * slots * buffers.slot_bytes) {
+        slot_bytes_(slot_bytes),
+        offset_(static_cast<uint64_t>(number_) * slots * slot_bytes) {
     // For each peer, shared memory keeps the address of the lane's slots at that peer or, if the proxy sends, of the
     // local slots that stage the data, because every piece needs this address.
     const uint32_t peer = threadIdx.x;
@@ -106,7 +117,7 @@ class Lane {
     if (one_lane_) sync();
   }
 
-  PROXYCCL_DEVICE uint64_t slotBytes() const { return buffers_.slot_bytes; }
+  PROXYCCL_DEVICE uint64_t slotBytes() const { return slot_bytes_; }
   // Returns the local address of slot `slot`, at which data of `peer` arrives.
   PROXYCCL_DEVICE char* inbox(uint32_t buffer, uint32_t peer, uint32_t slot) const {
     return (outboxes().proxied[peer] ? team_.proxied : team_.scratch) + slotOffset(buffer, slot);
@@ -116,7 +127,7 @@ class Lane {
   // that of the local slot `local_slot`, in which no other send of the lane may stage data.
   PROXYCCL_DEVICE char* outbox(uint32_t buffer, uint32_t peer, uint32_t remote_slot, uint32_t local_slot) const {
     const uint32_t slot = outboxes().proxied[peer] ? local_slot : remote_slot;
-    return outboxes().base[peer] + buffer * buffers_.bytes + slot * buffers_.slot_bytes;
+    return outboxes().base[peer] + bufferOffset(team_, buffer) + slot * slot_bytes_;
   }
 
   // Called by the thread that handles `peer`, after syncBeforePost(): sends the outbox's data and signals the peer.
@@ -152,21 +163,20 @@ class Lane {
     return team_.links[static_cast<uint64_t>(number_) * team_.world_size + peer];
   }
   PROXYCCL_DEVICE uint64_t slotOffset(uint32_t buffer, uint32_t slot) const {
-    return buffer * buffers_.bytes + offset_ + slot * buffers_.slot_bytes;
+    return bufferOffset(team_, buffer) + offset_ + slot * slot_bytes_;
   }
 
   const ProxycclTeam& team_;
   bool one_lane_;
   uint32_t number_;
-  Buffers buffers_;
-  uint64_t offset_;
+  uint64_t slot_bytes_, offset_;
 };
 
 class Exchange {
  public:
   PROXYCCL_DEVICE explicit Exchange(const ProxycclTeam& team)
       : team_(team),
-        lane_(team, roundBuffers(team, slotsOf(team)), slotsOf(team)),
+        lane_(team, roundSlotBytes(team, slotsOf(team)), slotsOf(team)),
         first_round_(team.counters->round),
         round_(first_round_),
         outgoing_(0),

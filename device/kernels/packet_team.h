@@ -3,13 +3,14 @@
  *
  * Scratch memory, which all ranks map, has the same layout on each rank:
  *   for each block, for each parity of its epoch, for each slot: `slot_packets` packets
- * There are two slots per rank, whose use depends on the algorithm.
+ * There are two slots per peer: slot r holds what rank r sends first in an epoch, slot world_size + r what it sends
+ * then. Memory has no slots for the rank's own number.
  */
 #pragma once
 
 #include "proxyccl/control.h"
 
-enum { PROXYCCL_MAX_PACKET_RANKS = 72, PROXYCCL_PACKET_SLOTS_PER_RANK = 2 };
+enum { PROXYCCL_MAX_PACKET_RANKS = 72, PROXYCCL_PACKET_SLOTS_PER_PEER = 2 };
 
 typedef struct ProxycclPacketTeam {
   uint32_t rank;
@@ -25,6 +26,5 @@ typedef struct ProxycclPacketTeam {
   ProxycclControl* control;
   uint32_t* epochs; /* one number per block, in device memory, which only the block advances, so that a captured graph
                      * can be replayed */
-  char* scratch;
-  char* remote[PROXYCCL_MAX_PACKET_RANKS]; /* the peers' scratch memory, mapped */
+  char* memory[PROXYCCL_MAX_PACKET_RANKS]; /* the scratch memory of all ranks, mapped */
 } ProxycclPacketTeam;

@@ -21,6 +21,7 @@
 // The proof requires of every algorithm that a rank finishes an epoch only with data of every other rank.
 #pragma once
 
+#include "integers.h"
 #include "proxyccl/proxyccl.h"
 #include "packet_team.h"
 
@@ -169,7 +170,7 @@ class Lanes {
   using Payload = typename Form::Payload;
 
   PROXYCCL_DEVICE explicit Lanes(const ProxycclPacketTeam& team)
-      : team_(team), slots_(PROXYCCL_PACKET_SLOTS_PER_RANK * team.world_size), epoch_(team.epochs[blockIdx.x]) {}
+      : team_(team), slots_(PROXYCCL_PACKET_SLOTS_PER_PEER * (team.world_size - 1)), epoch_(team.epochs[blockIdx.x]) {}
 
   // Calls body(first) for each epoch of the call; `first` is the number, among the call's packets, of the block's
   // packet 0 of the epoch. The kernel must not use this object afterwards.
@@ -203,7 +204,7 @@ class Lanes {
   }
 
   PROXYCCL_DEVICE void send(uint32_t peer, uint32_t slot, uint64_t p, const Payload& payload) const {
-    Form::write(slotIn(team_.remote[peer], slot), p, payload, flag());
+    Form::write(slotAt(peer, slot), p, payload, flag());
   }
   // Sends a packet to every other rank. Each rank begins with the next rank, so that ranks begin with different peers.
   PROXYCCL_DEVICE void sendToAll(uint32_t slot, uint64_t p, const Payload& payload) const {
@@ -225,7 +226,7 @@ class Lanes {
   }
 
   PROXYCCL_DEVICE Payload receive(uint32_t peer, uint32_t slot, uint64_t p) const {
-    return receivePacket<Form>(team_.control, peer, slotIn(team_.scratch, slot), p, flag());
+    return receivePacket<Form>(team_.control, peer, slotAt(team_.rank, slot), p, flag());
   }
   // Calls use(rank, payload) for every rank in turn: with `own` for this rank, and with the packet in slot first_slot +
   // rank for every other rank. Packets of several ranks are loaded concurrently, because a load takes longer than the
@@ -239,7 +240,7 @@ class Lanes {
         bool complete = true;
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i)
-          if (isPeer(first + i)) words[i] = Form::read(slotIn(team_.scratch, first_slot + first + i), p);
+          if (isPeer(first + i)) words[i] = Form::read(slotAt(team_.rank, first_slot + first + i), p);
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i) {
           if (!isPeer(first + i) || Form::carries(words[i], p, flag())) continue;
@@ -273,9 +274,15 @@ class Lanes {
     const uint32_t peer = team_.rank + distance;
     return peer < team_.world_size ? peer : peer - team_.world_size;
   }
-  PROXYCCL_DEVICE LL16Packet* slotIn(char* scratch, uint32_t slot) const {
-    const uint32_t number = (2 * blockIdx.x + (epoch_ & 1)) * slots_ + slot;
-    return reinterpret_cast<LL16Packet*>(scratch) + static_cast<uint64_t>(number) * team_.slot_packets;
+  // Returns this block's packets of the epoch's parity in the memory of rank `at`.
+  PROXYCCL_DEVICE LL16Packet* packetsAt(uint32_t at) const {
+    const uint32_t before = (2 * blockIdx.x + (epoch_ & 1)) * slots_;
+    return reinterpret_cast<LL16Packet*>(team_.memory[at]) + static_cast<uint64_t>(before) * team_.slot_packets;
+  }
+  PROXYCCL_DEVICE LL16Packet* slotAt(uint32_t at, uint32_t slot) const {
+    const uint32_t ranks = team_.world_size;
+    const uint32_t place = slot < ranks ? slotOf(at, slot) : ranks - 1 + slotOf(at, slot - ranks);
+    return packetsAt(at) + static_cast<uint64_t>(place) * team_.slot_packets;
   }
 
   // Clears the block's packets at the end of epoch e, when all threads have read them. No peer sends packets of epoch e
@@ -284,7 +291,7 @@ class Lanes {
   // received packets and its packets of epoch e + 2.
   PROXYCCL_DEVICE void clear() const {
     __syncthreads();
-    LL16Packet* packets = slotIn(team_.scratch, 0);
+    LL16Packet* packets = packetsAt(team_.rank);
     forEach(slots_ * team_.slot_packets, threadIdx.x, blockDim.x, [&](uint64_t p) { packets[p].write({0, 0}, 0); });
     syncThreadsSystem();
     fenceSystem();

@@ -9,6 +9,7 @@
 // thread number handles a unit in every phase and on every rank, so a block waits only for blocks with its own number.
 #pragma once
 
+#include "exchange.h"
 #include "instance.h"
 #include "integers.h"
 #include "links.h"
@@ -57,7 +58,6 @@ class ScatteredReduction {
       : team_(team), in_(const_cast<T*>(in)), count_(count), links_(team) {}
 
  protected:
-  static constexpr uint32_t kData = 0;
   using Unit = typename Units<T>::Unit;
 
   PROXYCCL_DEVICE uint64_t thread() const { return static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
@@ -94,11 +94,9 @@ class ScatteredReduction {
   }
   PROXYCCL_DEVICE uint64_t beginOf(uint64_t k, uint32_t owner) const { return owner * team_.share + k * team_.piece; }
 
-  // Returns the address of the slot for rank `of`, for piece k, in the scratch memory of rank `at`.
-  PROXYCCL_DEVICE T* slot(uint32_t at, uint32_t kind, uint64_t k, uint32_t of) const {
-    const uint32_t buffer = kind + static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH);
-    return reinterpret_cast<T*>((at == team_.rank ? team_.scratch : team_.remote[at]) +
-                                PROXYCCL_ROUND_BUFFERS * team_.exchange_bytes + buffer * team_.pipeline_bytes +
+  // Returns the address of the slot for rank `of` of a buffer, in the scratch memory of rank `at`.
+  PROXYCCL_DEVICE T* slot(uint32_t at, uint32_t buffer, uint32_t of) const {
+    return reinterpret_cast<T*>((at == team_.rank ? team_.scratch : team_.remote[at]) + bufferOffset(team_, buffer) +
                                 slotOf(at, of) * team_.slot_bytes);
   }
 
@@ -125,7 +123,7 @@ class ScatteredReduction {
   PROXYCCL_DEVICE void scatter(uint64_t k) const {
     for (uint32_t i = 1; i < team_.world_size; ++i) {
       const uint32_t peer = after(i);
-      copy(slot(peer, kData, k, team_.rank), in_ + beginOf(k, peer), sizeOf(k, peer));
+      copy(slot(peer, dataBuffer(k), team_.rank), in_ + beginOf(k, peer), sizeOf(k, peer));
     }
   }
 
@@ -138,7 +136,7 @@ class ScatteredReduction {
 #if PROXYCCL_ON_HOST
     reduceRuns<T, Op>(
         team_.world_size, team_.divisor, firstElement(thread()), minimum(firstElement(thread() + 1), count),
-        [&](uint32_t rank) { return rank == team_.rank ? in_ + begin : slot(team_.rank, kData, k, rank); },
+        [&](uint32_t rank) { return rank == team_.rank ? in_ + begin : slot(team_.rank, dataBuffer(k), rank); },
         [&](uint64_t i, const Run<T>& sums) {
           for (uint32_t n = first; n <= team_.world_size; ++n)
             sums.store(target(n == team_.world_size ? team_.rank : after(n)) + i);
@@ -150,7 +148,7 @@ class ScatteredReduction {
     for (uint32_t n = first; n <= team_.world_size; ++n)
       if (!isAligned16(target(n == team_.world_size ? team_.rank : after(n)))) whole = 0;
     auto source = [&](uint32_t rank) {
-      return rank == team_.rank ? mine : Units<T>(slot(team_.rank, kData, k, rank), count);
+      return rank == team_.rank ? mine : Units<T>(slot(team_.rank, dataBuffer(k), rank), count);
     };
     forUnits(
         whole, mine.size(),

@@ -22,17 +22,17 @@ typedef struct ProxycclLink {
 } ProxycclLink;
 
 /* Scratch memory has the same layout on each rank, in this order:
- * - PROXYCCL_ROUND_BUFFERS buffers of exchange_bytes bytes: the peers' data of a round (exchange.h);
- * - PROXYCCL_PIPELINE_BUFFERS buffers of pipeline_bytes bytes: the peers' data of a piece (scattered_reduction.h,
- *   all_reduce_two_shot.h, all_reduce_by_proxy.h);
+ * - PROXYCCL_PIPELINE_DEPTH buffers of data_bytes bytes: the peers' data of a round (exchange.h), or of a piece
+ *   (scattered_reduction.h, all_reduce_by_proxy.h);
+ * - PROXYCCL_PIPELINE_DEPTH buffers of result_bytes bytes: the peers' results of a piece (all_reduce_two_shot.h,
+ *   all_reduce_by_proxy.h);
  * - outputs [lanes][world_size]: packets with the addresses of peers' outputs (outputs.h);
  * - if some peer is not mapped, from staging_offset on: the same buffers for data that the proxy is to send.
  * Data of peers that are not mapped arrives at the same offsets in `proxied`.
  */
 enum {
-  PROXYCCL_ROUND_BUFFERS = 2, /* indexed by the parity of `round` */
+  PROXYCCL_ROUND_BUFFERS = 2, /* the first buffers, indexed by the parity of `round` */
   PROXYCCL_PIPELINE_DEPTH = 3,
-  PROXYCCL_PIPELINE_BUFFERS = 2 * PROXYCCL_PIPELINE_DEPTH, /* half for scattering, half for distributing */
   PROXYCCL_MAX_MAPPED_RANKS = 72 /* greatest number of members of a team in which all members map each other's memory */
 };
 
@@ -57,8 +57,7 @@ typedef struct ProxycclTeam {
   char* scratch;
   char* proxied; /* scratch memory for peers that are not mapped: `scratch`, or pinned host memory if CPUs move
                     the staged data */
-  uint64_t exchange_bytes; /* bytes of a buffer for rounds, for all peers together */
-  uint64_t pipeline_bytes; /* bytes of a buffer for the pipeline, for all peers together */
+  uint64_t data_bytes, result_bytes; /* bytes of a buffer, for all peers together */
   uint64_t outputs_offset, staging_offset;
   uint64_t one_crossing_bytes; /* an all_reduce of at most this many bytes sends whole arrays (all_reduce_by_proxy.h) */
   /* The host computes how a call is cut into pieces, because division is slow on a device. `share` is the number of

@@ -9,7 +9,7 @@ _LAST_ADDRESS = (1 << 64) - 1
 
 
 class AllocationGuard:
-    """Stores the driver's numbers of allocations, and checks later that they are unchanged (allocation_guard.h).
+    """Stores the numbers of allocations, and checks later that they are unchanged (allocation_guard.h).
 
     Args:
         calls: the runtime's driver calls.
@@ -17,12 +17,14 @@ class AllocationGuard:
     """
 
     def __init__(self, calls: DriverCalls, allocations: Allocations) -> None:
-        self._ptrs = ffi.new("uint64_t[]", [ptr for ptr, _ in allocations])
-        self._ids = ffi.new("uint64_t[]", [number for _, number in allocations])
+        self._kept = allocations  # keeps the words alive
+        self._allocations = ffi.new("ProxycclAllocation[]", len(allocations))
+        for each, allocation in zip(self._allocations, allocations, strict=True):
+            each.ptr, each.id, each.word = allocation.ptr, allocation.number, allocation.word or ffi.NULL
         self._guard = ffi.new("ProxycclAllocationGuard *")
         self._guard.pointer_attribute = ffi.cast("void *", calls.pointer_attribute)
         self._guard.attribute = calls.buffer_id
-        self._guard.ptrs, self._guard.ids, self._guard.count = self._ptrs, self._ids, len(allocations)
+        self._guard.allocations, self._guard.count = self._allocations, len(allocations)
 
     @property
     def holds(self) -> bool:

@@ -340,8 +340,9 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         0.
         """
         communicators = self.endpoints.in_order()
-        blocks = sum(each.group.device_memory.block_bytes for each in communicators)
-        short = sum(each.group.device_memory.short_bytes for each in communicators)
+        blocks, short = (
+            sum(each.group.device_memory.nbytes(blocks=kind) for each in communicators) for kind in (True, False)
+        )
         suspended = int(any(each.suspended for each in communicators))
         return {"suspend": blocks, "suspended": suspended, "persist": short, "total": blocks + short}
 

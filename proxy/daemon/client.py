@@ -239,8 +239,7 @@ class DaemonClient(ProxyWords):
     add_remote_memory = _asks(SessionService.add_remote_memory)
     add_schedule = _asks(SessionService.add_schedule)
     remove_schedule = _asks(SessionService.remove_schedule)
-    suspend_mappings = _asks(SessionService.suspend_mappings)
-    resume_mappings = _asks(SessionService.resume_mappings)
+    set_mapped = _asks(SessionService.set_mapped)
 
     def add_memory(self, base: int, nbytes: int, key: int = 0, *, handle: HandleProvider | None = None) -> int:
         """Makes the daemon map and register memory. Raises ArgumentError for memory that no other process can map,

@@ -348,7 +348,9 @@ def _open_runtime(name: str, device_id: str) -> Runtime:
     driver = open_driver(name)
     for device in range(driver.device_count()):
         if driver.device(device).device_id == device_id:
-            return GpuRuntime(driver, device)
+            runtime = GpuRuntime(driver, device)
+            runtime.context.call(driver.free_stacks)  # this process launches no kernels
+            return runtime
     raise ArgumentError(
         "device",
         f"the node daemon does not see {device_id!r:.100}; start it where all of the node's devices are visible",

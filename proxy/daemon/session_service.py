@@ -189,14 +189,9 @@ class SessionService:
         self.memories.retire("memory", first)
 
     @method()
-    def suspend_mappings(self, process: bytes, bases: list[Uint64]) -> None:
-        """See `ProxyService.suspend_mappings`."""
-        self.proxy.suspend_mappings(process, bases)
-
-    @method()
-    def resume_mappings(self, process: bytes, bases: list[Uint64]) -> None:
-        """See `ProxyService.suspend_mappings`."""
-        self.proxy.resume_mappings(process, bases)
+    def set_mapped(self, process: bytes, bases: list[Uint64], mapped: bool) -> None:
+        """See `ProxyService.set_mapped`."""
+        self.proxy.set_mapped(process, bases, mapped)
 
     # -- connections and channels ---
 

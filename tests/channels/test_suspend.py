@@ -238,3 +238,11 @@ def test_a_rank_that_dies_while_suspended_is_noticed_and_the_others_go_on() -> N
     assert victim.returncode == -signal.SIGKILL
     assert survivor.returncode == 0, survivor.stderr
     assert survivor.stdout.splitlines() == ["noticed while suspended", "lost rank 1", f"alone: 3.0 {MIB}"]
+
+
+def test_arrays_in_other_communicators_stay_registered_where_all_ranks_take_part() -> None:
+    *pair, other = run_processes(3, PROGRAMS / "asleep_elsewhere.py")
+    for ended in pair:
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.splitlines() == ["with the same ranks: True", "with another rank: False", "sum: 3.0"]
+    assert other.stdout.splitlines() == ["sum: 3.0"], other.stderr

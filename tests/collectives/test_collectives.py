@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 
 import ml_dtypes
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from proxyccl import Communicator
 from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS
 from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtimes import open_runtime
 from support.cases.reference import (
     ALGORITHMS,
@@ -113,7 +116,7 @@ def test_all_reduce_computes_every_operation(ranks: Ranks, algorithm: str | None
 )
 def test_all_reduce_of_more_than_the_scratch_memory_holds(ranks: Ranks, algorithm: str, dtype: str) -> None:
     """The call needs several steps (epochs of packets, or rounds of the exchange), and the last step is short."""
-    memory = open_runtime(RUNTIME).launch_defaults.exchange_bytes
+    memory = open_runtime(RUNTIME).launch_defaults.data_bytes
     long = min(5 * memory, 8_800_000) // 4 + 1 if dtype == "float32" else min(2 * memory, 4_200_000) // 2 + 3
     several = 100_007 if algorithm == "two_shot_packets" else 40_007
     counts = (8 * 1024 + 1, several) if algorithm in PACKET_ALGORITHMS else (long,)
@@ -124,6 +127,37 @@ def test_all_reduce_of_more_than_the_scratch_memory_holds(ranks: Ranks, algorith
             for i, count in enumerate(counts)
         ],
     )
+
+
+@pytest.mark.host_only(reason="sets the size of the buffers")
+@pytest.mark.parametrize("of_node", [3, 1], ids=["mapped", "by-proxy"])
+def test_rounds_and_pieces_share_buffers(of_node: int) -> None:
+    """Ranks that are late still read a call's last round when the other ranks begin the next call, in pieces."""
+
+    def make_runtime(_: int) -> HostRuntime:
+        runtime = HostRuntime(blocks=2)
+        runtime.launch_defaults = replace(runtime.launch_defaults, data_bytes=4096, result_bytes=2048)
+        return runtime
+
+    def body(comm: Communicator) -> None:
+        rank, ranks = comm.rank, comm.world_size
+        generator = np.random.default_rng(rank)
+        whole = np.random.default_rng(7).integers(0, 1 << 20, 6000, np.int32)
+        for i in range(60):
+            if generator.random() < 0.3:
+                time.sleep(0.002 * generator.random())
+            if i % 2:
+                x = whole + rank
+                comm.all_reduce(x, algorithm="two_shot")
+                assert np.array_equal(x, ranks * whole + ranks * (ranks - 1) // 2), i
+            else:
+                gathered = np.empty(ranks * (300 + 500 * (i % 3)), np.int32)
+                share = len(gathered) // ranks
+                comm.all_gather(whole[:share] + rank, out=gathered, algorithm="kernels")
+                assert np.array_equal(gathered, np.concatenate([whole[:share] + r for r in range(ranks)])), i
+
+    with Ranks(3, make_runtime=make_runtime, local_world_size=of_node, transport="copy") as ranks:
+        ranks.run(body)
 
 
 @pytest.mark.parametrize("algorithm", [None, "proxy"])

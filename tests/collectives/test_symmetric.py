@@ -138,8 +138,9 @@ def test_few_elements_in_place_are_loaded_from_peers_arrays(ranks: Ranks, count:
     def body(comm: Communicator) -> bytes:
         array, defaults = symmetric(comm, room_for(call, comm.world_size)), comm.runtime.launch_defaults
         make_call(comm, call, array, array)
-        pipelines = 6 * defaults.pipeline_bytes
-        scratch = view_of(comm._collectives.team()._scratch, 2 * defaults.exchange_bytes, pipelines, "uint8")
+        scratch = view_of(
+            comm._collectives.team()._scratch, 0, 3 * (defaults.data_bytes + defaults.result_bytes), "uint8"
+        )
         untouched = poison(scratch.nbytes, np.dtype(np.uint8))
         upload(comm, scratch, untouched)
         result = make_call(comm, replace(call, seed=1), array, array)
@@ -188,10 +189,8 @@ def test_a_reduction_leaves_the_inputs_whose_results_are_dropped(ranks: Ranks) -
 def staging_memory(comm: Communicator, *, reduces: bool) -> ArrayView:
     """Returns the scratch memory of an all_reduce (with `reduces`) or of a call that only moves data."""
     scratch, defaults = comm._collectives.team()._scratch, comm.runtime.launch_defaults
-    rounds = 2 * defaults.exchange_bytes
-    if not reduces:
-        return view_of(scratch, 0, rounds, "uint8")
-    return view_of(scratch, rounds + 3 * defaults.pipeline_bytes, 3 * defaults.pipeline_bytes, "uint8")
+    data, results = 3 * defaults.data_bytes, 3 * defaults.result_bytes
+    return view_of(scratch, data, results, "uint8") if reduces else view_of(scratch, 0, data, "uint8")
 
 
 def test_memory_that_is_deregistered_freed_and_allocated_again(ranks: Ranks) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from proxyccl import Communicator
 from support.cases.graphs import Graph, Replayed
+from support.cases.memory import registered
 from support.cases.reference import Call
 from support.devices import RUNTIME, world_sizes
 from support.ranks import Ranks
@@ -56,4 +58,26 @@ def test_memory_goes_back_to_the_device_and_graphs_stay_valid(proxy: str) -> Non
 
     for ranks in world_sizes(2, 4):
         with Ranks(ranks, suspendable=True, proxy=proxy) as group:
+            group.run(body)
+
+
+def test_arrays_stay_registered_with_another_communicator() -> None:
+    def body(comm: Communicator) -> None:
+        other = comm.split(range(comm.world_size))
+        array = comm.empty(MIB, "float32").fill(1)
+        registration = other.register(array)
+        for _ in range(2):
+            comm.suspend()
+            time.sleep(0.2)  # the watcher's thread would withdraw freed memory
+            comm.resume()
+            assert registered(other, array.view())
+            array.fill(1)
+            other.all_reduce(array, algorithm="two_shot")
+            assert set(array.numpy()) == {comm.world_size}
+        other.deregister(registration)
+        assert not registered(other, array.view())
+        other.close()
+
+    for ranks in world_sizes(2, 4):
+        with Ranks(ranks, suspendable=True) as group:
             group.run(body)

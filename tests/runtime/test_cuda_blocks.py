@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
+from proxyccl.device.base_runtime import Allocation
 from proxyccl.device.errors import DriverError
+from proxyccl.device.memory.allocation_guard import AllocationGuard
 from proxyccl.device.process import forks
+from proxyccl.device.runtimes import open_runtime
 
 pytest.importorskip("cuda.bindings.driver")
 
@@ -44,8 +47,8 @@ class Books:
         return sum(self.sizes.values())
 
     def allocation_id(self, ptr: int) -> int:
-        number = None if self.blocks is None else self.blocks.number(ptr)  # as in CudaDriver
-        return 100 + self._at(ptr)[1] if number is None else number
+        word = None if self.blocks is None else self.blocks.word(ptr)  # as in CudaDriver
+        return 100 + self._at(ptr)[1] if word is None else int(word[0])
 
     def _at(self, ptr: int) -> tuple[int, int, int]:
         for base, (memory, size) in self.mapped.items():
@@ -147,27 +150,29 @@ def test_a_suspended_block_takes_no_memory_and_keeps_addresses_number_and_handle
     own = forks.here().token
     base, other = memory.allocate(STEP + 1), memory.allocate(100)
     assert driver.used == 3 * STEP
-    number, handle = memory.number(base + STEP), memory.export(base, 2 * STEP)
+    word, handle = memory.word(base + STEP), memory.export(base, 2 * STEP)
+    guard = AllocationGuard(open_runtime("host").calls, (Allocation(base + STEP, word[0], word),))
     at_peer = memory.open(handle)
     for _ in range(2):
-        memory.suspend_imports(own, [base])
-        memory.suspend_imports(own, [base])  # another session of the proxies' process
+        memory.set_mapped(own, [base], False)
+        memory.set_mapped(own, [base], False)  # another session of the proxies' process
         memory.suspend([base])
         assert driver.used == STEP, "the other block stays"
         assert {base, at_peer} <= driver.reserved.keys()
-        assert memory.number(base + STEP) == number
+        assert guard.holds
         with pytest.raises(OSError, match="suspended"):
             memory.open(handle)
         memory.resume([base])
-        memory.resume_imports(own, [base])
+        memory.set_mapped(own, [base], True)
         assert driver.mapped[base] == driver.mapped[at_peer]
         assert {base, at_peer, other} <= driver.granted
-        assert memory.number(base + STEP) == number
+        assert guard.holds
         assert memory.export(base, 2 * STEP) == handle
         memory.end_export(handle)
     memory.release(at_peer)
     memory.end_export(handle)
     assert memory.free(base)
+    assert not guard.holds
     assert memory.free(other)
     assert (driver.used, driver.reserved, driver.holds) == (0, {}, {})
 
@@ -192,7 +197,7 @@ def test_suspended_blocks_and_mappings_are_freed() -> None:
     base = memory.allocate(STEP)
     handle = memory.export(base, STEP)
     at_peer = memory.open(handle)
-    memory.suspend_imports(forks.here().token, [base])
+    memory.set_mapped(forks.here().token, [base], False)
     memory.suspend([base])
     memory.end_export(handle)
     assert memory.release(at_peer)

@@ -288,3 +288,23 @@ print(len(pinned), unpinned == pinned)
 """
     )
     assert out.splitlines() == ["1 [] 1", "1 [] 0 True", "[] True", "True False", "2 True"]
+
+
+def test_a_suspendable_communicator_is_refused_before_its_ranks_meet() -> None:
+    out = run("""
+from concurrent.futures import ThreadPoolExecutor
+from proxyccl import Communicator, ThreadBootstrap
+
+def refusal(bootstrap):
+    try:
+        Communicator(bootstrap, "hip", suspendable=bootstrap.rank == 0, timeout=30)
+    except (CommunicatorError, RuntimeUnavailableError) as error:
+        return f"{type(error).__name__} {error}"
+
+with ThreadPoolExecutor(2) as ranks:
+    print(*ranks.map(refusal, ThreadBootstrap.create(2)), sep="\\n")
+""")
+    first, second = out.splitlines()
+    assert first.startswith("RuntimeUnavailableError suspendable: memory of hip can't be suspended")
+    assert "hosts: rank 0" in second
+    assert "suspendable: memory of hip can't be suspended" in second

@@ -255,7 +255,7 @@ def test_other_processes_open_any_part_of_a_segment(runtime: Runtime, pool: Memo
 def test_a_guard_holds_while_the_allocation_does(runtime: Runtime, pool: MemoryPool) -> None:
     first, second = ForeignMemory(runtime, NBYTES), ForeignMemory(runtime, NBYTES)
     known = [runtime.allocations(memory.ptr + 4096, 8192) for memory in (first, second)]
-    assert all(ptr == memory.ptr + 4096 for ((ptr, _),), memory in zip(known, (first, second), strict=True))
+    assert all(ptr == memory.ptr + 4096 for ((ptr, *_),), memory in zip(known, (first, second), strict=True))
     guard = AllocationGuard(runtime.calls, known[0] + known[1])
     assert guard.holds
     second.close()

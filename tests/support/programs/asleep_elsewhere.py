@@ -1,0 +1,32 @@
+"""Registers an array of a suspendable communicator of ranks 0 and 1 with two other communicators: one of the same
+ranks, and one that also has rank 2. Prints for each, after `suspend` and `resume`, whether the array is still
+registered.
+"""
+
+import sys
+from pathlib import Path
+
+from proxyccl import Communicator
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+from support.cases.memory import registered
+from support.processes import FileBootstrap
+
+everyone = Communicator(FileBootstrap.from_environment(), timeout=60, suspendable=True)
+if everyone.rank < 2:
+    pair, other = everyone.split([0, 1]), everyone.split([0, 1])
+    array = pair.empty(1 << 20, "float32").fill(1)
+    everyone.register(array)
+    other.register(array)
+    pair.suspend()
+    pair.resume()
+    print("with the same ranks:", registered(other, array.view()))
+    print("with another rank:", registered(everyone, array.view()))
+    array.fill(1)
+else:
+    array = everyone.empty(1 << 20, "float32").fill(1)
+    everyone.register(array)
+everyone.all_reduce(array)
+print("sum:", float(array.numpy()[-1]))
+everyone.close()
