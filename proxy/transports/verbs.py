@@ -181,21 +181,21 @@ TRANSPORT = Transport(
 )
 
 
-def _make_wire(device: VerbsDevice) -> Wire:
+def _make_wire(device: VerbsDevice, number: int) -> Wire:
     endpoint = device.endpoint()
 
     def connect(theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
         endpoint.connect(theirs.endpoint, timeout, given_up)
         return endpoint.engine_options(theirs.rkey)
 
-    return Wire(endpoint.address, 0, connect, endpoint.close)
+    return Wire(endpoint.address, number, connect, endpoint.close)
 
 
 def _make_staged_endpoint(device: VerbsContext) -> StagedEndpoint:
     return StagedEndpoint(
         device,
         device.registrations_by_rail,
-        lambda: [_make_wire(each) for each in device.devices],
+        lambda: [_make_wire(each, number) for number, each in enumerate(device.devices)],
         ring_bytes=device.options.staging_bytes,
         chunk_bytes=device.options.staging_chunk,
         credits_tell=False,
