@@ -27,10 +27,12 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.metrics import metrics_text
 from proxyccl.proxy.observe.publications import Description
+from proxyccl.proxy.observe.rates import Watch
 from proxyccl.proxy.observe.reader import Observer, snapshots
 from proxyccl.proxy.observe.tracing import Tracer
 from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 from proxyccl.proxy.transports.table import find_transport
+from proxyccl.tools.top import table_of
 from support.bare_loops import verbs_write
 from support.fakes.verbs import (
     LKEY,
@@ -278,7 +280,8 @@ def test_a_rail_that_is_back_is_used_again(
     source, destination = memory(9000), np.zeros(9000, np.uint8)
     described = {"description": Description(0, 2, "job", "program")}
     with Loop(source, destination, speeds=(1, 1), service=described) as loop:
-        assert observed() == ["2", "0"]
+        watch = Watch("job")
+        assert (observed(), watch.rates()) == (["2", "0"], [])
         (peer,) = loop.peers
         failing = peer.devices[1]
         peer.is_port_up = False
@@ -289,6 +292,7 @@ def test_a_rail_that_is_back_is_used_again(
             assert (destination == source).all()
         assert (failing.counts.requests, rails_up(loop)) == (2, 1)
         loop.wait(lambda: observed() == ["1", "1"], "the report to observers")
+        assert "7 verbs, 1 of 2 rails" in table_of(watch.rates())
         failing.fail_request(failing.counts.requests + 1, RETRY_EXC_ERR)
         peer.is_port_up = True
         loop.wait(lambda: bool(peer.peer_mail[2]), "the message that the rail is connected")

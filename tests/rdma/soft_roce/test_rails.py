@@ -106,11 +106,15 @@ def gather_until(comm: Communicator, gather: CheckedGather, condition: Callable[
 
 
 def both_are_used() -> Callable[[], bool]:
-    """Returns a function that tells whether all devices have sent parts of long puts between its last two calls."""
-    sent = [0] * 4
+    """Returns a function that tells whether all devices have sent parts of long puts since the function's last call."""
+
+    def counts() -> list[int]:
+        return [packets_sent(f"veth{i}") for i in range(4)]
+
+    sent = counts()
 
     def are_used() -> bool:
-        before, sent[:] = sent.copy(), [packets_sent(f"veth{i}") for i in range(4)]
+        before, sent[:] = sent.copy(), counts()
         return min(now - then for now, then in zip(sent, before, strict=True)) > CheckedGather.NBYTES // 4096 // 3
 
     return are_used
