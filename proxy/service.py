@@ -10,7 +10,6 @@ import contextlib
 import errno
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from proxyccl.proxy.service_remote import ServiceRemote
 from proxyccl.proxy.shared_words import ProxyWords, SharedWords, TurnWatch
 from proxyccl.proxy.tables import ChannelTable, MemoryTable, ScheduleTable
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread, created
+from proxyccl.proxy.transports.rails import RailWatch
 from proxyccl.proxy.transports.table import find_copying_transport, find_transport
 from proxyccl.proxy.transports.transport import EngineConnection, EngineRuntime
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, Operation, Trigger
@@ -135,7 +135,6 @@ class ProxyService(ProxyWords):
             semaphores = None if semaphores_offset is None else shared.host_ptr + semaphores_offset
             self._schedules = ScheduleTable(self._service, self.words, semaphores)
             self._turns, self._turns_missed = TurnWatch(self.words.schedule_words, threads), False
-            self._warned_rails: set[int] = set()  # numbers of connections
             self._channels = ChannelTable(
                 self._service,
                 self.words,
@@ -148,6 +147,7 @@ class ProxyService(ProxyWords):
             self._published = publications.try_publish(self.publication) if self.publication else None
             undo.pop_all()  # no later step can fail
         self._wires: WireWorkers | None = None
+        self._rails: RailWatch | None = None
         self._control, self._cores, self._name = control, cores, name
         self.sleepers = sleepers or Sleepers()
         for word in self._workers.asleep:
@@ -323,6 +323,9 @@ class ProxyService(ProxyWords):
                 if self._wires is not None:
                     self._wires.add(made.wires)
                 lib.proxyccl_worker_add_connection(self._workers[worker].pointer, made.pointer)  # has room
+                if made.rails:
+                    self._rails = self._rails or RailWatch(find_transport(transport).status_text, self._name)
+                    self._rails.add(made.rails, made.pointer, self._observed.worker(worker).connections[number], peer)
                 self._connections.append(connection)
                 self.engine_connections.append(made)
         except ProxyCCLError:
@@ -398,7 +401,6 @@ class ProxyService(ProxyWords):
         Args:
             timeout: the longest wait, in seconds. One thread calls this method every few milliseconds.
         """
-        self._warn_of_failed_rails()
         if self._turns.look_for_streams() <= timeout or self._turns_missed:
             return
         self._turns_missed = True
@@ -409,20 +411,6 @@ class ProxyService(ProxyWords):
             what = f"it has run for {time.monotonic() - began[slowest]:.1f} s"
         reason = f"{what}, and a stream has waited for {timeout:g} s"
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, slowest, None, errno.ETIMEDOUT, reason))
-
-    def _warn_of_failed_rails(self) -> None:
-        """Issues one warning for each connection that goes on without one of its adapters."""
-        for connection, made in zip(self._connections, self.engine_connections, strict=False):
-            if not made.rails or connection.number in self._warned_rails:
-                continue
-            status = ffi.new("int *")
-            with self._lock:
-                rail = -1 if self._freed else lib.proxyccl_rails_failed(made.pointer, status)
-            if rail >= 0:
-                self._warned_rails.add(connection.number)
-                reason = find_transport(connection.transport).status_text(status[0])
-                text = f"the adapter {made.rails[rail]} no longer reaches rank {connection.peer} ({reason})"
-                warnings.warn(f"{text}; all data goes by {made.rails[1 - rail]}", RuntimeWarning, stacklevel=2)
 
     def stopped(self) -> str:
         """Returns an explanation if a signal has stopped the proxy's process, else "". A `ProxyService` returns "",
@@ -650,7 +638,9 @@ class ProxyService(ProxyWords):
         with self._lock:
             if ended and self._wires is not None and self._wires.close(timeout):
                 self._wires = None
-            if self._freed or not ended or self._wires is not None:
+            if ended and self._rails is not None and self._rails.close(timeout):
+                self._rails = None
+            if self._freed or not ended or self._wires is not None or self._rails is not None:
                 return self._freed
             self._freed = True
         for made in self.engine_connections:

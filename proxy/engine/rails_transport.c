@@ -4,9 +4,11 @@
  * Parts on different rails have no order, so a part waits while a part on another rail is outstanding that it must
  * follow (must_follow).
  *
- * After a failure of one rail, recover() moves the rail's incomplete parts to the other rail, in stages. */
+ * After a failure of one rail, recover() moves the rail's incomplete parts to the other rail, in stages. restore() uses
+ * the failed rail again once both ranks have connected their queue pairs of the rail. */
 #include "rails_transport.h"
 
+#include <stddef.h>
 #include <stdlib.h>
 
 #include "clock.h"
@@ -17,28 +19,30 @@
 enum { RAILS = PROXYCCL_RAILS, PARTS = PROXYCCL_RAIL_PARTS };
 enum { WR_FLUSH_ERR = 5 }; /* an ibv_wc_status */
 
-#define LONGEST_NS 30000000000ull /* longest recovery */
-
 typedef struct {
   ProxycclConnection *wire;
   uint64_t first, last; /* the rail's outstanding parts are numbered from `first` to `last` - 1 */
   uint64_t done;        /* number of complete parts; the wire's flushes store it */
   uint64_t marked;      /* number of parts before the newest flush */
+  uint64_t counted;     /* the value that the peer's word `executed` gets from the requests posted so far */
   uint32_t speed;
-  uint32_t signal_rkey;
+  ProxycclVerbsOptions options;
   Operation parts[PARTS];
   uint64_t numbers[PARTS]; /* the parts' numbers among all parts of the connection, from 1 */
 } Rail;
 
-/* The stages of the recovery from a failed rail. */
+/* The stages of the recovery from a failed rail, and of its restoration. */
 typedef enum {
   BOTH_UP,
+  ONE_UP,   /* the failed rail's queue pair is free, so that another thread may connect it again */
+  JOINING,  /* this rank's queue pair is connected; the peer must be told so, and must have connected its own */
+  TRYING,   /* a request on the failed rail must be executed before the rail is used */
+  LEAVING,  /* the request was not executed; both queue pairs must stop before they are connected again */
   STOPPING, /* this rank's queue pair must still get into its error state, so that it executes no late requests */
   TELLING,  /* the peer must be told that this rank's queue pair is in its error state */
   WAITING,  /* the peer's queue pair must get into its error state; then the peer executes no outstanding part */
   READING,  /* the peer's semaphore words are read, which show what was executed */
-  MOVING,   /* the parts that were not executed are posted on the other rail */
-  ONE_UP
+  MOVING    /* the parts that were not executed are posted on the other rail */
 } Stage;
 
 typedef struct {
@@ -48,17 +52,35 @@ typedef struct {
   uint64_t made; /* number of parts that were posted */
   ProxycclRailsOptions options;
   ProxycclRailsMail *mail;
+  const ProxycclRuntimeTable *runtime;
   Stage stage;
   uint32_t failed;   /* number of the failed rail */
   int status;        /* why it failed */
+  uint64_t failures; /* number of failures so far */
   uint64_t next;     /* in the stages READING and MOVING: number of the failed rail's next part */
-  int asked;         /* in the stages STOPPING and READING: whether all requests of the stage are posted */
-  uint64_t read;     /* 1 when the words are read */
+  int asked;         /* in the stages JOINING, LEAVING, STOPPING and READING: whether the stage's requests are posted */
+  uint64_t finished; /* 1 when the requests of the stage READING or TRYING are complete */
   uint64_t until_ns; /* time at which the recovery is given up */
+  uint64_t state;    /* what proxyccl_rails_state returns, packed */
+  uint64_t connected; /* number of the failure after which the queue pair was connected; written by another thread */
   Rail rails[RAILS];
 } RailsConnection;
 
 static RailsConnection *self_of(ProxycclConnection *base) { return (RailsConnection *)base; }
+
+/* The fields of `state`. A status of a link fits into 24 bits. */
+enum { STATE_DOWN = 0x3f, STATE_STOPPING = 0x40, STATE_FREE = 0x80, STATE_STATUS_SHIFT = 8, STATE_FAILURES_SHIFT = 32 };
+
+static void enter(RailsConnection *self, Stage stage) {
+  self->stage = stage;
+  self->asked = 0;
+  word_store(&self->state, self->failures << STATE_FAILURES_SHIFT | (uint64_t)self->status << STATE_STATUS_SHIFT |
+                               (stage == ONE_UP ? STATE_FREE : 0) | (stage == STOPPING ? STATE_STOPPING : 0) |
+                               (stage == BOTH_UP ? 0 : self->failed + 1));
+}
+
+/* Returns whether operations are posted in a stage, in the later stages on the rail that is up. */
+static int is_usable(const RailsConnection *self) { return self->stage < STOPPING; }
 
 static int is_busy(const Rail *rail) { return rail->first != rail->last; }
 
@@ -93,8 +115,9 @@ static int waits_for_others(const RailsConnection *self, uint32_t rail, const Op
   return 0;
 }
 
+/* A part takes at most four operations of the wire: a value, a count before and after it, and a flush. */
 static int has_room(const Rail *rail) {
-  return rail->last - rail->first < PARTS && rail->wire->transport->ready(rail->wire) > 0;
+  return rail->last - rail->first < PARTS && rail->wire->transport->ready(rail->wire) > 1;
 }
 
 /* Makes the wire tell when all parts so far are complete. */
@@ -120,12 +143,33 @@ static int send(Rail *rail, uint32_t number, const Operation *operation) {
   return transport->signal(rail->wire, (uint64_t *)operation->destination, operation->value, operation->source);
 }
 
-/* Posts an operation as a part on a rail that has room. */
+/* Writes a word of the peer's ProxycclRailsMail. */
+static int write_mail(RailsConnection *self, uint32_t by, uint64_t offset, uint64_t value) {
+  const Operation word = {.kind = VALUE,
+                          .value = value,
+                          .bytes = sizeof value,
+                          .destination = self->options.peer_mail + offset,
+                          .destination_key = self->options.peer_mail_keys};
+  return send(&self->rails[by], by, &word);
+}
+
+/* Has the peer's memory show that all parts of the rail so far are executed, when they are. */
+static int count(RailsConnection *self, uint32_t number) {
+  Rail *rail = &self->rails[number];
+  if (rail->counted == rail->last || self->mail == NULL) return 0;
+  rail->counted = rail->last;
+  return write_mail(self, number, offsetof(ProxycclRailsMail, executed) + number * sizeof(uint64_t), rail->last);
+}
+
+/* Posts an operation as a part on a rail that has room. A peer that sees a value may overwrite the data of earlier
+ * parts, which must then not be put again. So the peer's memory shows a count before and after the value. */
 static int post(RailsConnection *self, uint32_t number, const Operation *operation) {
   Rail *rail = &self->rails[number];
+  int status = operation->kind == VALUE ? count(self, number) : 0;
   rail->numbers[rail->last % PARTS] = ++self->made;
   rail->parts[rail->last++ % PARTS] = *operation;
-  return send(rail, number, operation);
+  if (status == 0) status = send(rail, number, operation);
+  return status == 0 && operation->kind == VALUE ? count(self, number) : status;
 }
 
 /* Cuts a put or get into one part for each rail. Returns a status, and sets *posted if the parts were posted. */
@@ -168,10 +212,12 @@ static int has_failed(const RailsConnection *self, uint32_t rail) {
   return self->stage != BOTH_UP && rail == self->failed;
 }
 
+static int has_other_failed(const RailsConnection *self, uint32_t rail) { return has_failed(self, 1 - rail); }
+
 /* Posts operations in order until one must wait. */
 static int issue(ProxycclConnection *base) {
   RailsConnection *self = self_of(base);
-  if (self->stage != BOTH_UP && self->stage != ONE_UP) return 0;
+  if (!is_usable(self)) return 0;
   for (Operation *operation; (operation = operations_next(&self->queue.operations)) != NULL;) {
     int status = 0, posted = 0;
     if (operation->kind == FLUSH) {
@@ -212,15 +258,18 @@ static int is_of_link(int status) {
 
 /* Begins the recovery from a rail's failure. Returns the status if the connection can't do without the rail. */
 static int begin_recovery(RailsConnection *self, uint32_t rail, int status, Stage stage) {
-  if (self->mail == NULL || self->stage != BOTH_UP || !is_of_link(status)) return status;
+  if (self->mail == NULL || has_other_failed(self, rail) || !is_of_link(status)) return status;
+  ++self->failures;
   self->failed = rail;
   self->status = status;
-  self->stage = stage;
-  self->until_ns = now_ns() + LONGEST_NS;
+  self->until_ns = now_ns() + self->options.limit_ns;
+  enter(self, stage);
   return 0;
 }
 
-/* Puts the queue pair of the failed rail into its error state by a request with a key that does not exist. */
+/* Puts the queue pair of the failed rail into its error state by a request with a key that does not exist. If the
+ * adapter does not come to this request, because it still repeats earlier ones, another thread puts the queue pair into
+ * its error state (is_stopping). In both cases the request completes with an error. */
 static int stop(RailsConnection *self) {
   const Operation wrong = {.kind = PUT,
                            .source = (uintptr_t)self->mail,
@@ -235,16 +284,12 @@ static int stop(RailsConnection *self) {
 }
 
 /* Tells the peer that this rank's queue pair of the failed rail is in its error state. */
-static int tell(RailsConnection *self, uint32_t by) {
-  const Operation told = {.kind = VALUE,
-                          .value = 1,
-                          .bytes = sizeof self->mail->down[0],
-                          .destination = self->options.peer_mail + self->failed * sizeof self->mail->down[0],
-                          .destination_key = self->options.peer_mail_keys};
-  return send(&self->rails[by], by, &told);
+static int tell_down(RailsConnection *self, uint32_t by) {
+  return write_mail(self, by, offsetof(ProxycclRailsMail, down) + self->failed * sizeof(uint64_t), self->failures);
 }
 
-/* Reads the words of the failed rail's signals. Sets `read` when the last is read. */
+/* Reads the words of the failed rail's signals, and the rail's count of executed parts. Sets `finished` when the last
+ * is read. */
 static int read_words(RailsConnection *self, uint32_t by) {
   const Rail *failed = &self->rails[self->failed];
   Rail *other = &self->rails[by];
@@ -254,7 +299,7 @@ static int read_words(RailsConnection *self, uint32_t by) {
     if (other->wire->transport->ready(other->wire) == 0) return 0;
     const Operation word = {.kind = GET,
                             .source = part->destination,
-                            .source_key = (uint64_t)other->signal_rkey << (32 * by),
+                            .source_key = (uint64_t)other->options.signal_rkey << (32 * by),
                             .destination = (uintptr_t)&self->mail->words[self->next % PARTS],
                             .destination_key = self->options.mail_keys,
                             .bytes = sizeof part->value};
@@ -263,13 +308,24 @@ static int read_words(RailsConnection *self, uint32_t by) {
   }
   if (other->wire->transport->ready(other->wire) == 0) return 0;
   self->asked = 1;
-  return other->wire->transport->flush(other->wire, &self->read, 1);
+  const Operation executed = {
+      .kind = GET,
+      .source = self->options.peer_mail + offsetof(ProxycclRailsMail, executed) + self->failed * sizeof(uint64_t),
+      .source_key = self->options.peer_mail_keys,
+      .destination = (uintptr_t)&self->mail->peer_executed,
+      .destination_key = self->options.mail_keys,
+      .bytes = sizeof(uint64_t)};
+  const int status = send(other, by, &executed);
+  return status == 0 ? other->wire->transport->flush(other->wire, &self->finished, 1) : status;
 }
 
-/* Removes the failed rail's parts up to its last signal that the peer has: a queue pair executes its requests in order.
- * The peer does not know of the parts after this signal, so that posting them again is not noticed. */
+/* Removes the failed rail's parts that the peer has according to its count and to its signals: a queue pair executes
+ * its requests in order. The peer does not know of the parts after them, so that posting these parts again is not
+ * noticed. */
 static void remove_executed(RailsConnection *self) {
   Rail *failed = &self->rails[self->failed];
+  const uint64_t executed = self->mail->peer_executed;
+  if (executed > failed->first && executed <= failed->last) failed->first = executed;
   for (uint64_t number = failed->first; number != failed->last; ++number) {
     const Operation *part = &failed->parts[number % PARTS];
     if (part->kind == SIGNAL && self->mail->words[number % PARTS] >= part->value) failed->first = number + 1;
@@ -285,11 +341,11 @@ static int move(RailsConnection *self, uint32_t by) {
     const int status = post(self, by, &failed->parts[self->next % PARTS]);
     if (status != 0) return status;
   }
-  if (is_busy(other)) return 0;
+  if (is_busy(failed) && is_busy(other)) return 0;
   failed->first = failed->last;
   self->home = by;
   self->cut = UINT64_MAX;
-  self->stage = ONE_UP;
+  enter(self, ONE_UP);
   return 0;
 }
 
@@ -302,23 +358,23 @@ static int recover(RailsConnection *self, uint32_t *progress) {
   switch (self->stage) {
     case STOPPING:
       if (failed->wire->transport->poll(failed->wire, progress) < PROXYCCL_VERBS_COMPLETION) return stop(self);
-      self->stage = TELLING; /* fall through */
+      enter(self, TELLING); /* fall through */
     case TELLING:
       if (other->wire->transport->ready(other->wire) == 0) return 0;
-      self->stage = WAITING;
-      return tell(self, by);
+      enter(self, WAITING);
+      return tell_down(self, by);
     case WAITING:
-      if (word_load(&self->mail->down[self->failed]) == 0) return 0;
+      if (word_load(&self->mail->down[self->failed]) < self->failures) return 0;
       failed->first = failed->done;
       self->next = failed->first;
-      self->asked = 0;
-      self->stage = READING;
+      self->finished = 0;
+      enter(self, READING);
       return read_words(self, by);
     case READING:
-      if (word_load(&self->read) == 0) return self->asked ? 0 : read_words(self, by);
+      if (word_load(&self->finished) == 0) return self->asked ? 0 : read_words(self, by);
       remove_executed(self);
       self->next = failed->first;
-      self->stage = MOVING;
+      enter(self, MOVING);
       return move(self, by);
     case MOVING:
       return move(self, by);
@@ -327,19 +383,87 @@ static int recover(RailsConnection *self, uint32_t *progress) {
   }
 }
 
+/* Makes a new connection over the failed rail's queue pair. Returns 0 if there is no memory for it. */
+static int renew(RailsConnection *self) {
+  Rail *failed = &self->rails[self->failed];
+  const char *refused;
+  ProxycclConnection *wire = proxyccl_connection_create("verbs", &failed->options, self->runtime, &refused);
+  if (wire == NULL) return 0;
+  proxyccl_connection_destroy(failed->wire);
+  failed->wire = wire;
+  failed->first = failed->done = failed->marked = failed->last;
+  return 1;
+}
+
+/* Tells the peer that this rank has connected its queue pair of the failed rail. The peer is told over both rails, one
+ * after the other: the second request shows whether the failed rail works. */
+static int tell_up(RailsConnection *self, uint32_t by) {
+  return write_mail(self, by, offsetof(ProxycclRailsMail, up), self->failures);
+}
+
+/* Stops the restoration, because this rank's queue pair of the rail has failed again. */
+static void leave(RailsConnection *self) {
+  ++self->failures;
+  enter(self, LEAVING);
+}
+
+/* Advances the restoration of the failed rail. Returns a status if the other rail fails. */
+static int restore(RailsConnection *self, uint32_t *progress) {
+  const uint32_t by = 1 - self->failed;
+  ProxycclConnection *failed = self->rails[self->failed].wire, *other = self->rails[by].wire;
+  switch (self->stage) {
+    case ONE_UP:
+      if (word_load(&self->connected) == self->failures && renew(self)) enter(self, JOINING);
+      return 0;
+    case JOINING:
+      if (!self->asked) {
+        if (other->transport->ready(other) == 0) return 0;
+        self->asked = 1;
+        return tell_up(self, by);
+      }
+      if (word_load(&self->mail->up) < self->failures) return 0;
+      enter(self, TRYING);
+      self->finished = 0;
+      if (tell_up(self, self->failed) != 0 || failed->transport->flush(failed, &self->finished, 1) != 0) leave(self);
+      return 0;
+    case TRYING:
+      if (failed->transport->poll(failed, progress) != 0) {
+        leave(self);
+      } else if (word_load(&self->finished) == 1) {
+        self->home = self->options.home;
+        self->cut = self->options.cut;
+        enter(self, BOTH_UP);
+      }
+      return 0;
+    default: /* LEAVING */
+      if (!self->asked) {
+        if (other->transport->ready(other) == 0) return 0;
+        self->asked = 1;
+        return tell_down(self, by);
+      }
+      if (word_load(&self->mail->down[self->failed]) >= self->failures) enter(self, ONE_UP);
+      return 0;
+  }
+}
+
 /* Polls the rails that are up, and begins a recovery if one fails here or at the peer. */
 static int poll_rails(RailsConnection *self, uint32_t *progress) {
+  const uint32_t before = *progress;
   for (uint32_t i = 0; i < RAILS; ++i) {
     if (has_failed(self, i)) continue;
     int status = poll_rail(&self->rails[i], progress);
     if (status != 0) status = begin_recovery(self, i, status, TELLING);
     if (status != 0) return status;
   }
-  for (uint32_t i = 0; self->mail != NULL && self->stage == BOTH_UP && i < RAILS; ++i) {
-    if (word_load(&self->mail->down[i]) == 0) continue;
+  for (uint32_t i = 0; self->mail != NULL && i < RAILS; ++i) {
+    if (word_load(&self->mail->down[i]) <= self->failures || has_other_failed(self, i)) continue;
     begin_recovery(self, i, PROXYCCL_VERBS_COMPLETION + WR_FLUSH_ERR, STOPPING);
   }
-  return self->stage == BOTH_UP || self->stage == ONE_UP ? 0 : recover(self, progress);
+  if (self->stage == BOTH_UP) return 0;
+  if (is_usable(self)) return restore(self, progress);
+  /* The words of the recovery follow the data that was posted before them. */
+  if (*progress != before) self->until_ns = now_ns() + self->options.limit_ns;
+  return recover(self, progress);
 }
 
 static int rails_poll(ProxycclConnection *base, uint32_t *progress) {
@@ -364,17 +488,23 @@ static int rails_signal(ProxycclConnection *base, uint64_t *remote, uint64_t val
 /* Operations wait in the queue only while a part is outstanding. */
 static int rails_idle(const ProxycclConnection *base) {
   const RailsConnection *self = (const RailsConnection *)base;
-  if (self->stage != BOTH_UP && self->stage != ONE_UP) return 0;
+  if (!is_usable(self)) return 0;
   for (uint32_t i = 0; i < RAILS; ++i)
     if (is_busy(&self->rails[i])) return 0;
   return 1;
 }
 
-int proxyccl_rails_failed(const ProxycclConnection *base, int *status) {
-  const RailsConnection *self = (const RailsConnection *)base;
-  if (base->transport != &proxyccl_rails_transport || self->stage == BOTH_UP) return -1;
-  *status = self->status;
-  return (int)self->failed;
+void proxyccl_rails_state(const ProxycclConnection *base, ProxycclRailsState *state) {
+  const uint64_t word = word_load(&((const RailsConnection *)base)->state);
+  state->failures = word >> STATE_FAILURES_SHIFT;
+  state->down = word & STATE_DOWN;
+  state->is_stopping = (word & STATE_STOPPING) != 0;
+  state->is_free = (word & STATE_FREE) != 0;
+  state->status = (int)(word >> STATE_STATUS_SHIFT & 0xffffff);
+}
+
+void proxyccl_rails_reconnected(ProxycclConnection *base, uint64_t failure) {
+  word_store(&self_of(base)->connected, failure);
 }
 
 static void rails_destroy(ProxycclConnection *base) {
@@ -390,6 +520,7 @@ static ProxycclConnection *rails_create(const void *given, const ProxycclRuntime
     if (options->speeds[i] == 0) *refused = "speeds";
   if (options->home >= RAILS) *refused = "home";
   if (options->cut == 0) *refused = "cut";
+  if (options->mail != 0 && options->limit_ns == 0) *refused = "limit_ns";
   if (*refused != NULL) return NULL;
   RailsConnection *self = calloc(1, sizeof *self);
   if (self == NULL) return NULL;
@@ -398,12 +529,13 @@ static ProxycclConnection *rails_create(const void *given, const ProxycclRuntime
   self->home = options->home;
   self->cut = options->cut;
   self->options = *options;
+  self->runtime = runtime;
   self->mail = (ProxycclRailsMail *)options->mail;
   for (uint32_t i = 0; i < RAILS; ++i) {
     Rail *rail = &self->rails[i];
     rail->speed = options->speeds[i];
-    rail->signal_rkey = ((const ProxycclVerbsOptions *)options->options[i])->signal_rkey;
-    rail->wire = proxyccl_connection_create("verbs", options->options[i], runtime, refused);
+    rail->options = *(const ProxycclVerbsOptions *)options->options[i];
+    rail->wire = proxyccl_connection_create("verbs", &rail->options, runtime, refused);
     if (rail->wire == NULL) {
       rails_destroy(&self->queue.base);
       return NULL;

@@ -14,11 +14,17 @@ enum {
   PROXYCCL_RAILS_ALIGN = 64  /* all parts but the last have a multiple of this many bytes */
 };
 
-/* Memory of a rank that is registered with both adapters, one for each connection over rails. */
+/* Memory of a rank that is registered with both adapters, one for each connection over rails. A connection counts the
+ * failures of its rails; both ranks have the same count, because each failure ends the rail at both ranks. */
 typedef struct ProxycclRailsMail {
-  uint64_t down[PROXYCCL_RAILS];       /* the peer sets a rail's word once the rail's queue pair at the peer is in its
-                                          error state */
-  uint64_t words[PROXYCCL_RAIL_PARTS]; /* the peer's semaphore words, read after a failure; by number of part */
+  /* Written by the peer. */
+  uint64_t down[PROXYCCL_RAILS];     /* number of the failure after which the rail's queue pair at the peer has been
+                                        in its error state */
+  uint64_t up;                       /* number of the failure after which the peer has connected its queue pair again */
+  uint64_t executed[PROXYCCL_RAILS]; /* number of the rail's parts that are known to be executed here */
+  /* Read from the peer after a failure. */
+  uint64_t peer_executed;              /* the word `executed` of the failed rail */
+  uint64_t words[PROXYCCL_RAIL_PARTS]; /* the peer's semaphore words, by number of part */
 } ProxycclRailsMail;
 
 typedef struct ProxycclRailsOptions {
@@ -30,11 +36,24 @@ typedef struct ProxycclRailsOptions {
   uint64_t peer_mail;      /* address of the peer's ProxycclRailsMail */
   uint64_t peer_mail_keys; /* remote keys of `peer_mail` */
   uint32_t home;           /* number of the rail that carries short operations and signals */
+  uint64_t limit_ns;       /* the recovery from a failure may take this long without a completion on the other rail */
 } ProxycclRailsOptions;
 
 struct ProxycclConnection;
 
-/* Returns the number of a connection's failed rail, and sets *status to the reason; -1 if no rail has failed. */
-int proxyccl_rails_failed(const struct ProxycclConnection *connection, int *status);
+/* The state of a connection over rails, which other threads may read at any time. */
+typedef struct ProxycclRailsState {
+  uint64_t failures;    /* number of failures so far */
+  uint32_t down;        /* number of the failed rail plus 1; 0 if both rails are up */
+  uint32_t is_stopping; /* 1 if the failed rail's queue pair must be put into its error state */
+  uint32_t is_free;     /* 1 if the engine does not use the failed rail's queue pair, which may be connected again */
+  int status;           /* why the failed rail has failed */
+} ProxycclRailsState;
+
+void proxyccl_rails_state(const struct ProxycclConnection *connection, ProxycclRailsState *state);
+
+/* Tells the engine that the failed rail's queue pair, which was free after the failure with this number, is connected
+ * and has no completions left. */
+void proxyccl_rails_reconnected(struct ProxycclConnection *connection, uint64_t failure);
 
 #endif

@@ -66,6 +66,8 @@ class ChannelRates(Message, frozen=True):
         timed_flushes: number of timed flushes between the snapshots.
         errors: number of triggers that have failed since the channel was created.
         connection_errors: number of failures of the connection, on all its channels, since the connection was created.
+        rails_up: number of the connection's rails in use; 0 for a connection without rails.
+        rail_failures: number of failures of a rail of the connection.
     """
 
     id: int
@@ -89,6 +91,8 @@ class ChannelRates(Message, frozen=True):
     timed_flushes: int
     errors: int
     connection_errors: int
+    rails_up: int = 0
+    rail_failures: int = 0
 
 
 class ServiceRates(Message, frozen=True):
@@ -190,6 +194,8 @@ def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None,
         timed_flushes=flushes,
         errors=new.errors,
         connection_errors=connection.errors if connection else 0,
+        rails_up=connection.rails_up if connection else 0,
+        rail_failures=connection.rail_failures if connection else 0,
         **{f"{name}_per_s": (getattr(new, name) - getattr(old, name)) / seconds for name in counted},
     )
 

@@ -84,6 +84,8 @@ class ConnectionView(Message, frozen=True):
         outstanding: number of triggers and of schedules' sends that were not known to be complete at the worker's last
             poll.
         errors: number of failures.
+        rails_up: number of rails in use; 0 for a connection without rails.
+        rail_failures: number of failures of a rail.
     """
 
     worker: int
@@ -93,6 +95,8 @@ class ConnectionView(Message, frozen=True):
     completed: int
     outstanding: int
     errors: int
+    rails_up: int = 0
+    rail_failures: int = 0
 
 
 class ChannelView(ChannelCounters, frozen=True, kw_only=True):
@@ -227,9 +231,8 @@ class Observer:
             completed = int(stats.completed)  # read before `issued`, so that `outstanding` is not negative
             transport = ffi.string(stats.transport).decode(errors="replace")
             outstanding = max(0, stats.issued - completed)
-            connections.append(
-                ConnectionView(worker, number, peer_of(stats), transport, completed, outstanding, int(stats.errors))
-            )
+            counts = (completed, outstanding, int(stats.errors), int(stats.rails_up), int(stats.rail_failures))
+            connections.append(ConnectionView(worker, number, peer_of(stats), transport, *counts))
         return connections
 
     def _channels(self) -> list[ChannelView]:

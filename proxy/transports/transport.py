@@ -20,6 +20,7 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import EndpointInfo
 from proxyccl.proxy.registrations import RemoteDevice
 from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
+from proxyccl.proxy.transports.rails import Rail
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -74,14 +75,14 @@ class EngineConnection(Struct, frozen=True):
         wires: pairs (number, wire), where a wire is a ProxycclConnection that a separate thread may poll. One thread
             polls all connections' wires with the same number.
         ends: the number of this rank's endpoints for wires; wire numbers are below `ends`.
-        rails: the names of the adapters of a connection over several rails.
+        rails: the rails of a connection over several rails.
     """
 
     pointer: Any
     owned: tuple[Stream | Event, ...] = ()
     wires: tuple[tuple[int, Any], ...] = ()
     ends: int = 0
-    rails: tuple[str, ...] = ()
+    rails: tuple[Rail, ...] = ()
 
 
 def create(engine: EngineRuntime, transport: str, native_options: Any, *parts: Any, needs: str = "") -> Any:

@@ -18,7 +18,8 @@ from proxyccl.device.ffi_types import fill
 from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import EndpointInfo, EndpointWire
 from proxyccl.proxy.registrations import Registration, rail_key
-from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
+from proxyccl.proxy.remote_options import RdmaOptions, RemoteSetup, TransportOptions
+from proxyccl.proxy.transports.rails import Rail
 from proxyccl.proxy.transports.staged_connection import STATUSES, StagedEndpoint, Wire, staged_over
 from proxyccl.proxy.transports.transport import (
     EngineConnection,
@@ -91,28 +92,37 @@ class RailsOptions(Struct, frozen=True):
 
     Attributes:
         native: a ProxycclRailsOptions.
-        rails: the ProxycclVerbsOptions of each rail.
-        names: the names of the rails' adapters.
+        options: the ProxycclVerbsOptions of each rail.
+        rails: the rails, which the service watches.
     """
 
     native: Any
-    rails: tuple[Any, ...]
-    names: tuple[str, ...] = ()
+    options: tuple[Any, ...]
+    rails: tuple[Rail, ...] = ()
 
     @classmethod
-    def of(cls, rails: Sequence[Any], speeds: Sequence[int], names: Sequence[str] = (), **fields: int) -> RailsOptions:
+    def of(cls, options: Sequence[Any], speeds: Sequence[int], rails: Sequence[Rail], **fields: int) -> RailsOptions:
         """Makes options; `fields` are other fields of ProxycclRailsOptions."""
         native = fill(ffi.new("ProxycclRailsOptions *"), **{"cut": _CUT, **fields})
-        for i, (options, speed) in enumerate(zip(rails, speeds, strict=True)):
-            native.options[i], native.speeds[i] = options, speed
-        return cls(native, tuple(rails), tuple(names))
+        for i, (each, speed) in enumerate(zip(options, speeds, strict=True)):
+            native.options[i], native.speeds[i] = each, speed
+        return cls(native, tuple(options), tuple(rails))
 
 
 def _connect(engine: EngineRuntime, options: Any) -> EngineConnection:
     if isinstance(options, RailsOptions):
-        pointer = create(engine, "rails", options.native, *options.rails, needs=NEEDS)
-        return EngineConnection(pointer, rails=options.names)
+        pointer = create(engine, "rails", options.native, *options.options, needs=NEEDS)
+        return EngineConnection(pointer, rails=options.rails)
     return EngineConnection(create(engine, "verbs", options, needs=NEEDS))
+
+
+def _recovery_limit(options: RdmaOptions) -> int:
+    """Returns the longest time, in ns, that the recovery from a rail's failure may take without progress: the time
+    after which an adapter reports that a request is not acknowledged, because the other rail may fail meanwhile, and
+    0.1 s for the thread that stops the failed rail's queue pair. By the specification of InfiniBand, an adapter sends
+    a request again after at most four times its time-out.
+    """
+    return 4 * (4096 << options.timeout) * (options.retry_count + 1) + 100_000_000
 
 
 class _Endpoint:
@@ -142,19 +152,20 @@ class _Endpoint:
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
         """Implements `TransportEndpoint.connect`. The two ranks use as many rails as both have."""
         require_unstaged(theirs)
-        rails = []
+        options = []
         ends = theirs.wires()
         for number, (rail, end) in enumerate(zip(self._rails, ends, strict=False)):
             rail.connect(end.endpoint, timeout, given_up)
-            rails.append(rail.engine_options(rail_key(theirs.rkey, number)))
-        if len(rails) == 1:
-            return rails[0]
-        fields = {"home": self._device.next_home()}
+            options.append(rail.engine_options(rail_key(theirs.rkey, number)))
+        if len(options) == 1:
+            return options[0]
+        devices = self._device.devices
+        rails = [Rail(each.name, rail.stop, rail.reconnect) for each, rail in zip(devices, self._rails, strict=True)]
+        fields = {"home": self._device.next_home(), "limit_ns": _recovery_limit(self._device.options)}
         if self._mail is not None and ends[1].area:
             fields |= {"mail": self._mail.address, "mail_keys": self._mail.local_key}
             fields |= {"peer_mail": ends[1].area, "peer_mail_keys": ends[1].rkey}
-        devices = self._device.devices
-        return RailsOptions.of(rails, [each.speed for each in devices], [each.name for each in devices], **fields)
+        return RailsOptions.of(options, [each.speed for each in devices], rails, **fields)
 
     def close(self) -> None:
         self._close()
@@ -181,21 +192,21 @@ TRANSPORT = Transport(
 )
 
 
-def _make_wire(device: VerbsDevice) -> Wire:
+def _make_wire(device: VerbsDevice, number: int) -> Wire:
     endpoint = device.endpoint()
 
     def connect(theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
         endpoint.connect(theirs.endpoint, timeout, given_up)
         return endpoint.engine_options(theirs.rkey)
 
-    return Wire(endpoint.address, 0, connect, endpoint.close)
+    return Wire(endpoint.address, number, connect, endpoint.close)
 
 
 def _make_staged_endpoint(device: VerbsContext) -> StagedEndpoint:
     return StagedEndpoint(
         device,
         device.registrations_by_rail,
-        lambda: [_make_wire(each) for each in device.devices],
+        lambda: [_make_wire(each, number) for number, each in enumerate(device.devices)],
         ring_bytes=device.options.staging_bytes,
         chunk_bytes=device.options.staging_chunk,
         credits_tell=False,

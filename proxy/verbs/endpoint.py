@@ -16,7 +16,7 @@ from proxyccl.device.ffi_types import fill
 from proxyccl.proxy import _engine
 from proxyccl.proxy.remote_options import MTUS, RdmaOptions
 from proxyccl.proxy.verbs.address import EndpointAddress
-from proxyccl.proxy.verbs.devices import DeviceChoice
+from proxyccl.proxy.verbs.devices import DeviceChoice, rdma_devices
 from proxyccl.proxy.verbs.pyverbs_api import Pyverbs, error_number, load
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -26,8 +26,14 @@ _MOST_READS = 16
 _HOP_LIMIT = 64
 _RNR_TIMER = 12  # libibverbs' code for 0.64 ms
 _RETRY_PAUSE = 0.05
+_PSNS = 1 << 24
+_PSN_STEP = 0x9E3779  # multiples of this odd number are spread over all packet sequence numbers
 # The errors that the system reports until the network has resolved the peer's address.
 _NOT_YET = (errno.ETIMEDOUT, errno.EAGAIN, errno.EHOSTUNREACH, errno.EINTR)
+
+
+def _psn_after(psn: int, failure: int) -> int:
+    return (psn + failure * _PSN_STEP) % _PSNS
 
 
 class _Dependent(Protocol):
@@ -127,6 +133,17 @@ class VerbsDevice:
     def describe(self) -> str:
         """Returns a line that describes the device, its port and its GID."""
         return f"{self.name} port {self.choice.port}, {self.gid}"
+
+    def find_gid(self) -> int | None:
+        """Returns the present index of the device's GID, which changes if the port has been down; None if the port is
+        not active.
+        """
+        found = next((each for each in rdma_devices() if each.name == self.name), None)
+        port = next((each for each in found.ports if each.number == self.choice.port), None) if found else None
+        if port is None or port.state != "active":
+            return None
+        gids = (gid for gid in port.gids if (gid.address, gid.type) == (self.gid.address, self.gid.type))
+        return next((gid.index for gid in gids), None)
 
     def endpoint(self) -> Endpoint:
         """Makes an unconnected endpoint for one peer.
@@ -270,35 +287,80 @@ class Endpoint:
             raise ArgumentError("peer", f"this endpoint is connected to {self.peer} already")
         address = EndpointAddress.decode(peer)
         self._require_reachable(address)
-        device, api, options = self._device, self._api, self._device.options
-        attributes = api.QPAttr(port_num=device.choice.port)
-        attributes.qp_access_flags = device.access
-        mtu = min(device.mtu, address.mtu)
-        attributes.path_mtu = MTUS.index(mtu) + 1
-        attributes.dest_qp_num = address.qp_number
-        attributes.rq_psn = address.psn
-        attributes.max_dest_rd_atomic = device.reads
-        attributes.min_rnr_timer = _RNR_TIMER
-        attributes.ah_attr = self._path_to(address)
-        attributes.sq_psn = self._psn
-        attributes.timeout = options.timeout
-        attributes.retry_cnt = options.retry_count
-        attributes.rnr_retry = options.rnr_retry_count
-        attributes.max_rd_atomic = min(device.reads, address.reads)
         deadline = time.monotonic() + timeout
         while True:
             try:
-                self._qp.to_init(attributes)
-                self._qp.to_rtr(attributes)
-                self._qp.to_rts(attributes)
+                self._to_ready(address, 0, self._device.choice.gid_index)
                 break
-            except api.PyverbsError as cause:
+            except self._api.PyverbsError as cause:
                 if error_number(cause) not in _NOT_YET or given_up() or time.monotonic() >= deadline:
-                    error = api.error("ibv_modify_qp", f"{device.name} to {address}", cause)
+                    error = self._api.error("ibv_modify_qp", f"{self._device.name} to {address}", cause)
                     raise TransportError(str(error), operation="connect") from cause
             time.sleep(_RETRY_PAUSE)
-        self.mtu = mtu
+        self.mtu = min(self._device.mtu, address.mtu)
         self.peer = address
+
+    def stop(self) -> None:
+        """Puts the queue pair into its error state, in which the device executes no requests. A refusal is ignored,
+        because a queue pair that is in its error state already may be refused.
+        """
+        self._require_open()
+        with contextlib.suppress(self._api.PyverbsError):
+            self._set_state("IBV_QPS_ERR")
+
+    def _set_state(self, state: str) -> None:
+        api = self._api
+        self._qp.modify(api.QPAttr(qp_state=api.enumerator(state)), api.enumerator("IBV_QP_STATE"))
+
+    def reconnect(self, failure: int) -> bool:
+        """Resets the queue pair, discards its completions, and connects it to the peer again. Nothing else may use the
+        queue pair meanwhile. Both ranks must do so after the same failure, so that both derive the same packet sequence
+        numbers, which differ from those of the requests before the failure.
+
+        Args:
+            failure: number of the failure, from 1.
+
+        Returns:
+            False if the port is not active, or the system refuses. The caller then tries again later.
+
+        Raises:
+            ArgumentError: the endpoint was never connected.
+            ClosedError: the endpoint is closed.
+        """
+        self._require_open()
+        if self.peer is None:
+            raise ArgumentError("endpoint", "is not connected; call connect first")
+        gid_index = self._device.find_gid()
+        if gid_index is None:
+            return False
+        try:
+            self._set_state("IBV_QPS_RESET")
+            while self._cq.poll(self.send_depth)[0]:
+                pass
+            self._to_ready(self.peer, failure, gid_index)
+        except self._api.PyverbsError:
+            return False
+        return True
+
+    def _to_ready(self, peer: EndpointAddress, failure: int, gid_index: int) -> None:
+        """Makes the queue pair ready to send to the peer, after this number of failures."""
+        device, api, options = self._device, self._api, self._device.options
+        attributes = api.QPAttr(port_num=device.choice.port)
+        attributes.qp_access_flags = device.access
+        attributes.path_mtu = MTUS.index(min(device.mtu, peer.mtu)) + 1
+        attributes.dest_qp_num = peer.qp_number
+        attributes.rq_psn = _psn_after(peer.psn, failure)
+        attributes.max_dest_rd_atomic = device.reads
+        attributes.min_rnr_timer = _RNR_TIMER
+        attributes.ah_attr = self._path_to(peer, gid_index)
+        attributes.sq_psn = _psn_after(self._psn, failure)
+        attributes.timeout = options.timeout
+        attributes.retry_cnt = options.retry_count
+        attributes.rnr_retry = options.rnr_retry_count
+        attributes.max_rd_atomic = min(device.reads, peer.reads)
+        self._qp.to_init(attributes)
+        self._qp.to_rtr(attributes)
+        self._qp.to_rts(attributes)
 
     def _require_reachable(self, address: EndpointAddress) -> None:
         own = self._own_address()
@@ -313,11 +375,11 @@ class Endpoint:
                 "peer", f"its device supports no atomics, and {self._device.name} signals by them (option signal)"
             )
 
-    def _path_to(self, address: EndpointAddress) -> Any:
+    def _path_to(self, address: EndpointAddress, gid_index: int) -> Any:
         api, device, own = self._api, self._device, self._own_address()
         route = api.GlobalRoute(
             dgid=api.GID(address.gid.hex(":", 2)),
-            sgid_index=device.choice.gid_index,
+            sgid_index=gid_index,
             hop_limit=_HOP_LIMIT,
             traffic_class=device.options.traffic_class,
         )

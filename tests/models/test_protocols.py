@@ -53,6 +53,7 @@ if DEEP:
         "gets, more of them": ("gets", ("OPERATIONS=3", "MORE=5", "ROOM=2", "GETS=2")),
         "exchange, more of them": ("exchange", ("EXCHANGES=5",)),
         "rails, more rounds": ("rails", ("ROUNDS=4",)),
+        "rails, more failures": ("rails", ("FAILURES=2",)),
         "survivors, some late, one ends": ("survivors", ("DEATHS=1", "LATE=1", "ATTEMPTS=2")),
     }
 
@@ -102,6 +103,7 @@ BUGS = {
     "parts that the peer has are posted again": ("rails", 3),
     "the peer's words are read before it has answered": ("rails", 4),
     "the peer answers before its queue pair is stopped": ("rails", 5),
+    "a queue pair is connected again before the peer's is stopped": ("rails", 6),
 }
 
 

@@ -36,14 +36,17 @@ from proxyccl import (
 )
 from proxyccl.device.environment import OLD_VARIABLES
 from proxyccl.proxy.placement import process_numa_node
-from proxyccl.proxy.remote_options import MTUS
+from proxyccl.proxy.remote_options import MTUS, RemoteSetup
+from proxyccl.proxy.transports.table import remote_functions
 from proxyccl.proxy.verbs import pyverbs_api, requirements
 from proxyccl.proxy.verbs.address import GID_TYPES, LINK_LAYERS, EndpointAddress
 from proxyccl.proxy.verbs.devices import DeviceChoice, choose_device
-from proxyccl.proxy.verbs.endpoint import VerbsDevice
-from proxyccl.proxy.verbs.registrations import Registrations
+from proxyccl.proxy.verbs.endpoint import Endpoint, VerbsDevice
+from proxyccl.proxy.verbs.registrations import Registrations, VerbsContext
 from proxyccl.proxy.verbs.requirements import missing
+from support.devices import rank_runtime
 from support.fakes import pyverbs as pyverbs_stand_in
+from support.fakes.verbs import verbs_options
 from support.sysfs import gid_files, put
 
 pytestmark = pytest.mark.own_proxy(reason="a stand-in for RDMA, in its own process")
@@ -730,6 +733,74 @@ def test_a_queue_pair_that_is_none_is_not_handed_to_the_engine(opened: Open) -> 
     endpoint.connect(ROCE.encode())
     with pytest.raises(RuntimeUnavailableError, match=r"the queue pair of a QP of pyverbs .* can't be found"):
         endpoint.engine_options(1)
+
+
+def test_both_ends_connect_again_with_other_packet_numbers(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port was down in between, and its GID has another index now."""
+    endpoint, other = opened().endpoint(), opened().endpoint()
+    with pytest.raises(ArgumentError, match="endpoint: is not connected; call connect first"):
+        endpoint.reconnect(1)
+    endpoint.connect(other.address)
+    other.connect(endpoint.address)
+    qp, cq = endpoint._qp, endpoint._cq
+    at_first = qp.attributes.sq_psn
+    now = roce_device("rxe0", state="down")
+    monkeypatch.setattr("proxyccl.proxy.verbs.endpoint.rdma_devices", lambda: [now])
+    assert not endpoint.reconnect(1)
+    gid = now.ports[0].gids[1]
+    port = replace(now.ports[0], state="active", gids=(replace(gid, index=5),))
+    now = replace(now, ports=(port,))
+    endpoint.stop()
+    cq.left = 100
+    numbers = {at_first}
+    for failure in (1, 2, 3):
+        assert endpoint.reconnect(failure)
+        assert other.reconnect(failure)
+        assert other._qp.attributes.rq_psn == qp.attributes.sq_psn
+        numbers.add(qp.attributes.sq_psn)
+    assert len(numbers) == 4
+    assert (cq.left, qp.states, qp.attributes.ah_attr.gr.sgid_index) == (0, (6, 0, 0, 0), 5)
+
+    def refused(attributes: Any) -> None:
+        raise endpoint._api.PyverbsError("Failed to modify QP state to RTR", errno.ETIMEDOUT)
+
+    monkeypatch.setattr(qp, "to_rtr", refused)
+    assert not endpoint.reconnect(4)
+
+
+@pytest.fixture
+def two_rails(stand_in: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[VerbsContext]:
+    """A rank's two opened devices."""
+    ports = [roce_device(name) for name in ("rxe0", "rxe2")]
+    monkeypatch.setattr("proxyccl.proxy.verbs.registrations.rdma_devices", lambda: ports)
+    monkeypatch.setattr(Endpoint, "engine_options", lambda endpoint, signal_rkey: verbs_options(1))
+    runtime = rank_runtime(0)
+    segment = runtime.allocate_pinned(4096)
+    setup = RemoteSetup(runtime, segment, range(8), process_numa_node(), 0, 1)
+    context = VerbsContext(setup, RdmaOptions(devices=("rxe0", "rxe2")))
+    yield context
+    context.close()
+    segment.close()
+
+
+def test_each_adapter_of_a_staged_connection_has_a_thread_of_its_own(two_rails: VerbsContext) -> None:
+    make_endpoint = remote_functions("staged").make_endpoint
+    own, peer = make_endpoint(two_rails), make_endpoint(two_rails)
+    options = own.connect(peer.info, 1, lambda: False)
+    assert ([wire.number for wire in options.wires], options.ends) == ([0, 1], 2)
+    own.close()
+    peer.close()
+
+
+def test_a_recovery_takes_at_most_2_seconds_by_default(two_rails: VerbsContext) -> None:
+    make_endpoint = remote_functions("verbs").make_endpoint
+    own, peer = make_endpoint(two_rails), make_endpoint(two_rails)
+    options = own.connect(peer.info, 1, lambda: False)
+    assert options.native.limit_ns / 1e9 == pytest.approx(4 * 4.096e-6 * 2**14 * 7 + 0.1)
+    assert options.native.limit_ns < 2e9
+    assert [rail.adapter for rail in options.rails] == ["rxe0", "rxe2"]
+    own.close()
+    peer.close()
 
 
 def test_closing_goes_from_the_inside_out_and_once(opened: Open) -> None:

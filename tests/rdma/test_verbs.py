@@ -11,6 +11,7 @@ import mmap
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,14 @@ from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device._native import lib as native
 from proxyccl.proxy import _engine
 from proxyccl.proxy.observe import publications
+from proxyccl.proxy.observe.metrics import metrics_text
 from proxyccl.proxy.observe.publications import Description
-from proxyccl.proxy.observe.reader import Observer
+from proxyccl.proxy.observe.rates import Watch
+from proxyccl.proxy.observe.reader import Observer, snapshots
 from proxyccl.proxy.observe.tracing import Tracer
 from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 from proxyccl.proxy.transports.table import find_transport
+from proxyccl.tools.top import table_of
 from support.bare_loops import verbs_write
 from support.fakes.verbs import (
     LKEY,
@@ -43,7 +47,7 @@ from support.fakes.verbs import (
 )
 from support.observing import wait_until_traced
 from support.ranks import Gate
-from support.running import run_ranks, wait_for
+from support.running import TIMEOUT, run_ranks, wait_for
 
 pytestmark = [
     pytest.mark.host_only(reason="its own device, in the CPU's memory"),
@@ -178,37 +182,57 @@ def random_trigger(
     return operation | GET, channel, size, {"source": end, "destination": start}
 
 
+def rails_up(loop: Loop) -> int:
+    state = ffi.new("ProxycclRailsState *")
+    lib.proxyccl_rails_state(loop.service.engine_connections[0].pointer, state)
+    return 1 if state.down else 2
+
+
+def wait_with_peer(loop: Loop, condition: Callable[[], bool], what: str) -> None:
+    """Waits for a condition, while the peer answers each message about a rail with the same message."""
+    (peer,) = loop.peers
+
+    def answered() -> bool:
+        peer.mail[:3] = peer.peer_mail[:3]
+        return condition()
+
+    loop.wait(answered, what)
+
+
 @needs_transport
 @pytest.mark.parametrize("seed", range(12))
 def test_what_a_failed_rail_has_not_done_is_done_once_by_the_other(seed: int) -> None:
-    """One rail fails at a random request, while the devices execute requests late. The test reports, as the peer, that
-    the rail's queue pair is in its error state.
-    """
+    """Rails fail at random requests, while the devices execute requests late, and are used again."""
     rng = random.Random(seed)
     source, destination = memory(1 << 13, seed), np.zeros(1 << 12, np.uint8)
     own, expected = source.copy(), destination.copy()
     options: dict[str, Any] = {"channels": 2, "send_depth": rng.choice([4, 16, 128]), "max_message": 64}
-    failing, home = rng.randrange(2), rng.randrange(2)
-    with Loop(source, destination, speeds=(1, 1), home=home, **options) as loop:
+    with Loop(source, destination, speeds=(1, 1), home=rng.randrange(2), **options) as loop:
         (peer,) = loop.peers
         for device in peer.devices:
             device.dawdle(rng.choice([1, 3, 40]), seed)
-        peer.devices[failing].fail_request(rng.randrange(1, 80), RETRY_EXC_ERR)
         signals = [0, 0]
-        for _ in range(300):
-            operation, channel, size, where = random_trigger(rng, 2, own, expected)
-            if not operation & Operation.GET:
-                start, end = where["source"], where["destination"]
-                expected[end : end + size] = own[start : start + size]
-            loop.push(0, operation, size, channel=channel, **where)
-            signals[channel] += bool(operation & SIGNAL)
-        tickets = [loop.push(0, FLUSH, channel=channel) for channel in range(2)]
-        loop.wait(lambda: bool(peer.peer_mail[failing]), "the report of the failure")
-        peer.mail[failing] = 1
-        loop.wait(lambda: all(peer.flushed(i) > ticket for i, ticket in enumerate(tickets)), "the flushes")
-        assert peer.words.tolist() == signals
-        assert (destination == expected).all()
-        assert (source == own).all()
+        for _ in range(4):
+            failing = peer.devices[rng.randrange(2)]
+            failing.fail_request(failing.counts.requests + rng.randrange(1, 80), RETRY_EXC_ERR)
+            for _ in range(200):
+                operation, channel, size, where = random_trigger(rng, 2, own, expected)
+                if not operation & Operation.GET:
+                    start, end = where["source"], where["destination"]
+                    expected[end : end + size] = own[start : start + size]
+                loop.push(0, operation, size, channel=channel, **where)
+                signals[channel] += bool(operation & SIGNAL)
+            tickets = [loop.push(0, FLUSH, channel=channel) for channel in range(2)]
+            wait_with_peer(
+                loop,
+                lambda tickets=tickets: all(peer.flushed(i) > each for i, each in enumerate(tickets)),
+                "the flushes",
+            )
+            assert peer.words.tolist() == signals
+            assert (destination == expected).all()
+            assert (source == own).all()
+            wait_with_peer(loop, lambda: rails_up(loop) == 2, "both rails")
+        assert peer.peer_mail[2] >= 4, "a rail failed in each round"
         words = range(peer.words.ctypes.data, peer.words.ctypes.data + peer.words.nbytes)
         for word in words[::8]:
             values = [value for device in peer.devices for at, value, _ in device.signals if at == word]
@@ -216,10 +240,123 @@ def test_what_a_failed_rail_has_not_done_is_done_once_by_the_other(seed: int) ->
 
 
 @needs_transport
-def test_a_rail_that_the_peer_reports_is_stopped_before_the_peer_is_told() -> None:
+@pytest.mark.parametrize("executed", [1, 2, 3, 4, 5])
+def test_what_precedes_a_value_that_the_peer_has_seen_is_not_put_again(executed: int) -> None:
+    """The rail fails when it has executed the put (1 request), the count of parts (2), the value (3), the next count
+    (4), and the put after it (5), without a completion.
+    """
+    source, destination = memory(96), np.zeros(96, np.uint8)
+    value = 0x1122334455667788
+    with Loop(source, destination, speeds=(1, 1), send_depth=128) as loop:
+        (peer,) = loop.peers
+        peer.devices[0].fail_request(executed + 1, RETRY_EXC_ERR)
+        with loop.service.paused(TIMEOUT):  # so that all requests are one chain
+            loop.push(0, PUT, 32)
+            loop.push(0, PUT, 8, destination=32, value=value)
+            loop.push(0, PUT, 32, source=64, destination=64)
+            ticket = loop.push(0, PUT | FLUSH, 32, source=64, destination=64)
+        loop.wait(lambda: bool(peer.peer_mail[0]), "the report of the failure")
+        consumed = executed >= 3
+        if consumed:
+            assert destination[32:40].tobytes() == value.to_bytes(8, "little")
+            destination[:32] = 7  # the peer has seen the value
+        wait_with_peer(loop, lambda: peer.flushed() > ticket, "the flush")
+        assert (destination[:32] == (7 if consumed else source[:32])).all()
+        assert destination[32:40].tobytes() == value.to_bytes(8, "little")
+        assert (destination[64:] == source[64:]).all()
+
+
+@needs_transport
+def test_a_rail_that_is_back_is_used_again(
+    recwarn: pytest.WarningsRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The port comes up late; then the first request on the rail fails, and the second one succeeds."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    def observed() -> list[str]:
+        lines = metrics_text(snapshots("job").values()).splitlines()
+        return [line.rpartition(" ")[2] for line in lines if line.startswith("proxyccl_connection_rail")]
+
+    source, destination = memory(9000), np.zeros(9000, np.uint8)
+    described = {"description": Description(0, 2, "job", "program")}
+    with Loop(source, destination, speeds=(1, 1), service=described) as loop:
+        watch = Watch("job")
+        assert (observed(), watch.rates()) == (["2", "0"], [])
+        (peer,) = loop.peers
+        failing = peer.devices[1]
+        peer.is_port_up = False
+        failing.fail_request(1, RETRY_EXC_ERR)
+        for _ in range(2):
+            ticket = loop.push(0, PUT | SIGNAL | FLUSH, 9000)
+            wait_with_peer(loop, lambda ticket=ticket: peer.flushed() > ticket, "the flush")
+            assert (destination == source).all()
+        assert (failing.counts.requests, rails_up(loop)) == (2, 1)
+        loop.wait(lambda: observed() == ["1", "1"], "the report to observers")
+        assert "7 verbs, 1 of 2 rails" in table_of(watch.rates())
+        failing.fail_request(failing.counts.requests + 1, RETRY_EXC_ERR)
+        peer.is_port_up = True
+        loop.wait(lambda: bool(peer.peer_mail[2]), "the message that the rail is connected")
+        loop.push(0, PUT, 9000)
+        loop.flush()
+        assert failing.counts.requests == 2, "the peer is not connected yet"
+        wait_with_peer(loop, lambda: rails_up(loop) == 2, "both rails")
+        assert peer.peer_mail[:3].tolist() == [0, 2, 2]
+        before = failing.counts.executed
+        loop.push(0, PUT | SIGNAL, 9000)
+        loop.flush()
+        assert failing.counts.executed > before
+        assert peer.words[0] == 3
+        loop.wait(lambda: observed() == ["2", "1"], "the report to observers")
+        (told,) = [str(each.message) for each in recwarn]
+        assert told.startswith("the adapter rail1 no longer reaches rank 7 (IBV_WC_RETRY_EXC_ERR, ")
+        assert told.endswith("; all data goes by rail0")
+
+
+@needs_transport
+@pytest.mark.parametrize("stage", ["the peer is not connected", "the request is not executed", "both rails are up"])
+def test_a_rail_that_fails_again_at_the_peer_is_stopped_first(stage: str) -> None:
     source, destination = memory(9000), np.zeros(9000, np.uint8)
     with Loop(source, destination, speeds=(1, 1)) as loop:
         (peer,) = loop.peers
+        failing = peer.devices[1]
+        failing.fail_request(1, RETRY_EXC_ERR)
+        loop.push(0, PUT, 9000)
+        loop.wait(lambda: peer.peer_mail[1] == 1, "the report of the failure")
+        peer.mail[1] = 1
+        loop.wait(lambda: peer.peer_mail[2] == 1, "the message that the rail is connected")
+        failing.allow(-1 if stage == "both rails are up" else 0)
+        before = failing.counts.requests
+        if stage != "the peer is not connected":
+            peer.mail[2] = 1
+            loop.wait(lambda: failing.counts.requests > before, "the first request")
+        if stage == "both rails are up":
+            loop.wait(lambda: rails_up(loop) == 2, "both rails")
+        failing.allow(0)  # so that the adapter never comes to a request that would stop it
+        peer.mail[1] = 2
+        loop.wait(lambda: peer.peer_mail[1] == 2, "the answer")
+        failing.allow(-1)
+        wait_with_peer(loop, lambda: peer.peer_mail[2] == 2 and rails_up(loop) == 2, "both rails")
+        loop.push(0, PUT | SIGNAL, 9000)
+        loop.flush()
+        assert (destination == source).all()
+        assert peer.words[0] == 1
+
+
+@needs_transport
+def test_a_peer_that_does_not_answer_ends_the_connection_with_the_rails_status() -> None:
+    source, destination = memory(9000), np.zeros(9000, np.uint8)
+    with Loop(source, destination, speeds=(1, 1), limit=0.2) as loop:
+        loop.peers[0].devices[1].fail_request(1, RETRY_EXC_ERR)
+        loop.push(0, PUT, 9000)
+        assert "IBV_WC_RETRY_EXC_ERR" in loop.fails().reason
+
+
+@needs_transport
+def test_the_failure_of_both_rails_ends_the_connection() -> None:
+    source, destination = memory(9000), np.zeros(9000, np.uint8)
+    with Loop(source, destination, speeds=(1, 1)) as loop:
+        (peer,) = loop.peers
+        peer.is_port_up = False
         loop.push(0, PUT, 9000)
         loop.flush()
         peer.mail[1] = 1

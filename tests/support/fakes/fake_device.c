@@ -293,6 +293,13 @@ void fake_fail_request(FakeDevice *device, uint64_t number, int status) {
   ALONE(device->failing_request = number; device->failing_status = status);
 }
 
+void fake_stop(FakeDevice *device) { ALONE(device->in_error = 1); }
+
+void fake_reset(FakeDevice *device) {
+  ALONE(device->in_error = 0; device->executed = device->carried_out = device->freed = device->posted;
+        device->polled = device->completed);
+}
+
 void fake_fail_post(FakeDevice *device, uint64_t number, int error) {
   ALONE(device->failing_post = number; device->failing_error = error);
 }

@@ -42,6 +42,10 @@ void fake_allow(FakeDevice *device, int64_t requests);
 void fake_dawdle(FakeDevice *device, uint32_t most, uint32_t seed);
 /* Makes the request with this number, counted from 1, fail with an ibv_wc_status. */
 void fake_fail_request(FakeDevice *device, uint64_t number, int status);
+/* Puts the queue pair into its error state. */
+void fake_stop(FakeDevice *device);
+/* Resets the queue pair after a failure: discards its requests and completions, and ends its error state. */
+void fake_reset(FakeDevice *device);
 /* Makes the post with this number, counted from 1, fail with an errno. */
 void fake_fail_post(FakeDevice *device, uint64_t number, int error);
 /* Makes all later polls fail. */

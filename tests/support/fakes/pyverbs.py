@@ -41,7 +41,15 @@ class Object:
 MODULES = {
     "addr": "from .pyverbs_error import Object\nclass AHAttr(Object): pass\nclass GID(Object): pass\n"
     "class GlobalRoute(Object): pass\n",
-    "cq": "from .pyverbs_error import Object\nclass CQ(Object): pass\n",
+    "cq": """
+from .pyverbs_error import Object
+class CQ(Object):
+    left = 0  # completions
+    def poll(self, entries):
+        taken = min(entries, self.left)
+        self.left -= taken
+        return taken, []
+""",
     "device": """
 from .pyverbs_error import Object, Record, device
 class Context(Object):
@@ -73,6 +81,9 @@ class QPInitAttr(Object):
         return device.inline
 class QP(Object):
     qp_num = 77
+    states = ()  # the states of all calls of modify
+    def modify(self, attributes, mask):
+        self.states = *self.states, attributes.qp_state
     def to_init(self, attributes): pass
     def to_rtr(self, attributes): self.attributes = attributes
     def to_rts(self, attributes): pass
@@ -87,6 +98,8 @@ ENUMERATORS = {
     },
     "ibv_atomic_cap": {"IBV_ATOMIC_NONE": 0},
     "ibv_qp_type": {"IBV_QPT_RC": 2},
+    "ibv_qp_state": {"IBV_QPS_RESET": 0, "IBV_QPS_ERR": 6},
+    "ibv_qp_attr_mask": {"IBV_QP_STATE": 1},
 }
 
 

@@ -17,6 +17,7 @@ from proxyccl.device.ffi_types import fill
 from proxyccl.proxy._engine import ffi, lib
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.ring import Fifo
+from proxyccl.proxy.transports.rails import Rail
 from proxyccl.proxy.transports.verbs import RailsOptions
 from proxyccl.proxy.trigger import MAX_MEMORIES, Operation
 from support.bare_loops import produce
@@ -49,6 +50,14 @@ class FakeDevice(FakeWriter):
     def fail_request(self, number: int, status: int) -> None:
         """Makes request number `number`, counted from 1, complete with an ibv_wc_status."""
         self._call("fail_request", number, status)
+
+    def stop(self) -> None:
+        """Puts the queue pair into its error state."""
+        self._call("stop")
+
+    def reset(self) -> None:
+        """Resets the queue pair after a failure."""
+        self._call("reset")
 
     def fail_post(self, number: int, error: int) -> None:
         """Makes post number `number`, counted from 1, return an errno."""
@@ -167,6 +176,10 @@ class FakePeer(OwnTriggers):
         speeds: relative speeds of the rails, each of which has its own device and keys; one speed for no rails.
         home: number of the rail that carries short operations.
         cut: puts and gets of at least this many bytes are divided between the rails.
+        limit: longest recovery from a rail's failure, in seconds.
+
+    Attributes:
+        is_port_up: whether failed rails can be connected again.
     """
 
     def __init__(
@@ -185,6 +198,7 @@ class FakePeer(OwnTriggers):
         speeds: Sequence[int] = (1,),
         home: int = 0,
         cut: int = 64,
+        limit: float = TIMEOUT,
     ) -> None:
         cq_depth = send_depth if cq_depth is None else cq_depth
         self.service, self.rank = service, rank
@@ -202,11 +216,10 @@ class FakePeer(OwnTriggers):
             if fetch_add:
                 fields |= adding(self.scratch) | {"scratch_lkey": SCRATCH_LKEY + _KEYS_APART * rail}
             rails.append(verbs_options(device.qp, send_depth=send_depth, cq_depth=cq_depth, **fields))
-        options = (
-            rails[0]
-            if len(rails) == 1
-            else RailsOptions.of(rails, speeds, home=home, cut=cut, **self._make_mail(len(rails)))
-        )
+        options = rails[0]
+        if len(rails) > 1:
+            fields = {"home": home, "cut": cut, "limit_ns": int(limit * 1e9), **self._make_mail(len(rails))}
+            options = RailsOptions.of(rails, speeds, self._make_rails(), **fields)
         self.connection = service.connect("verbs", options, peer=rank)
         keys = [sum(key + _KEYS_APART * rail << 32 * rail for rail in range(len(rails))) for key in (LKEY, RKEY)]
         self.source_id = service.add_memory(source.ctypes.data, source.nbytes, keys[0])
@@ -214,6 +227,19 @@ class FakePeer(OwnTriggers):
         self.channels = [service.reserve_channel(self.connection) for _ in range(channels)]
         for i, channel in enumerate(self.channels):
             service.set_channel(channel, self.connection, self.words[i:].ctypes.data)
+
+    def _make_rails(self) -> list[Rail]:
+        self.is_port_up = True
+
+        def reconnect(device: FakeDevice) -> bool:
+            if self.is_port_up:
+                device.reset()
+            return self.is_port_up
+
+        return [
+            Rail(f"rail{number}", device.stop, lambda _, device=device: reconnect(device))
+            for number, device in enumerate(self.devices)
+        ]
 
     def _make_mail(self, rails: int) -> dict[str, int]:
         """Makes the memory in which two ends of a connection report failed rails. Returns options that name it."""

@@ -62,6 +62,12 @@ class Wire:
             run("tc", "qdisc", "replace", "dev", interface, "root", "netem", *netem)
             self._disturbed.add(interface)
 
+    def lose_all(self) -> None:
+        """Loses all packets, until `restore`. The ports stay active, and both devices report failures of requests. In
+        contrast, a Soft-RoCE device whose port is down does not always report that a request fails.
+        """
+        self.disturb("loss", "100%")
+
     def cut(self, end: int) -> None:
         """Sets the interface of one end down, until `restore`.
 

@@ -1,0 +1,100 @@
+"""Watches connections over rails (engine/rails_transport.h), and connects failed rails again."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from proxyccl.proxy import _engine
+
+ffi, lib = _engine.ffi, _engine.lib
+
+
+class Rail(Struct, frozen=True):
+    """This rank's end of a rail.
+
+    Attributes:
+        adapter: name of the adapter.
+        stop: puts the rail's queue pair into its error state, in which the adapter executes no requests.
+        reconnect: resets the rail's queue pair and connects it to the peer again, after the failure with this number.
+            The engine does not use the queue pair meanwhile. Returns False if the adapter's port is down or the system
+            refuses; the caller then tries again later.
+    """
+
+    adapter: str
+    stop: Callable[[], None]
+    reconnect: Callable[[int], bool]
+
+
+class _Watched(Struct):
+    rails: Sequence[Rail]
+    pointer: Any
+    stats: Any  # the ProxycclConnectionStats that show the rails to observers
+    peer: int | None
+    is_down: bool = False
+    reconnected: int = 0  # number of the failure after which a rail was last connected again
+
+
+class RailWatch:
+    """A thread that looks at a service's connections over rails every `PERIOD` seconds. For a failed rail, the thread
+    issues a warning, counts the failure for observers, and connects the rail again as soon as that is possible.
+
+    Args:
+        status_text: returns a status of the rails' transport in words.
+        name: prefix of the thread's name.
+    """
+
+    PERIOD = 0.1
+
+    def __init__(self, status_text: Callable[[int], str], name: str) -> None:
+        self._status_text = status_text
+        self._watched: list[_Watched] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{name}-rails", daemon=True)
+        self._thread.start()
+
+    def add(self, rails: Sequence[Rail], pointer: Any, stats: Any, peer: int | None) -> None:
+        """Adds a connection. `pointer` and `stats` must stay valid until `close` has returned True.
+
+        Args:
+            rails: the connection's rails.
+            pointer: the ProxycclConnection.
+            stats: the ProxycclConnectionStats in which observers find the rails' state.
+            peer: rank of the peer.
+        """
+        stats.rails_up = len(rails)
+        self._watched.append(_Watched(rails, pointer, stats, peer))
+
+    def close(self, timeout: float) -> bool:
+        """Ends the thread. Returns False if the thread did not end in time; another call then waits again."""
+        self._stop.set()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.PERIOD):
+            for each in tuple(self._watched):
+                self._look(each)
+
+    def _look(self, each: _Watched) -> None:
+        state = ffi.new("ProxycclRailsState *")
+        lib.proxyccl_rails_state(each.pointer, state)
+        was_down, each.is_down = each.is_down, state.down > 0
+        each.stats.rails_up = len(each.rails) - each.is_down
+        if not each.is_down:
+            return
+        failed, other = each.rails[state.down - 1], each.rails[2 - state.down]
+        if not was_down:
+            each.stats.rail_failures += 1
+            reason = self._status_text(state.status)
+            text = f"the adapter {failed.adapter} no longer reaches rank {each.peer} ({reason})"
+            warnings.warn(f"{text}; all data goes by {other.adapter}", RuntimeWarning, stacklevel=2)
+        if state.is_stopping:
+            failed.stop()
+        if state.is_free and each.reconnected != state.failures and failed.reconnect(state.failures):
+            each.reconnected = state.failures
+            lib.proxyccl_rails_reconnected(each.pointer, state.failures)
