@@ -16,7 +16,7 @@ from proxyccl.device.environment import OLD_VARIABLES
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy._engine import lib
-from proxyccl.proxy.placement import Near
+from proxyccl.proxy.placement import Place
 
 MTUS = (256, 512, 1024, 2048, 4096)
 """The valid path MTUs, in bytes."""
@@ -259,7 +259,7 @@ class RemoteSetup(Struct, frozen=True):
         runtime: the runtime whose device memory peers access.
         segment: the rank's control segment.
         signals: byte range, in the control segment, of the words that peers' proxies may signal.
-        near: the place that the device should be near (`placement.Near`).
+        near: the place that the device should be near.
         local_rank: the rank's number on its host.
         core_share: cores that the rank's threads may keep busy.
     """
@@ -267,6 +267,6 @@ class RemoteSetup(Struct, frozen=True):
     runtime: Runtime
     segment: PinnedMemory
     signals: range
-    near: Near
+    near: Place
     local_rank: int
     core_share: int

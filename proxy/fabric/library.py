@@ -21,7 +21,7 @@ from typing import Any
 from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.requirements import INSTALL, library_name
-from proxyccl.proxy.placement import SYSFS, Near, NearnessTo, numa_node_of, pci_path
+from proxyccl.proxy.placement import NOWHERE, SYSFS, NearnessTo, Place, numa_node_of, pci_path
 from proxyccl.proxy.remote_options import FabricOptions
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -270,7 +270,7 @@ def _ip_address(address_format: int, raw: bytes) -> ipaddress.IPv4Address | ipad
 def choose_offer(
     offers: list[FabricOffer],
     options: FabricOptions,
-    near: Near = None,
+    near: Place = NOWHERE,
     *,
     local_rank: int = 0,
     root: Path = SYSFS,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
-from proxyccl.proxy.placement import SYSFS, Near, Nearness, NearnessTo, numa_node_of, pci_path, read
+from proxyccl.proxy.placement import NOWHERE, SYSFS, Nearness, NearnessTo, Place, numa_node_of, pci_path, read
 from proxyccl.proxy.remote_options import MTUS, RdmaOptions
 from proxyccl.proxy.verbs.address import LINK_LAYERS
 from proxyccl.proxy.verbs.pyverbs_api import DEVICES, Pyverbs, load
@@ -127,6 +127,9 @@ class RdmaDevice:
             if port.number == number:
                 return port
         raise ArgumentError("port", f"{self.name} has no port {number}; it has {_listed(p.number for p in self.ports)}")
+
+
+DevicePort = tuple[RdmaDevice, RdmaPort]
 
 
 class DeviceChoice(NamedTuple):
@@ -288,19 +291,20 @@ class PlacedPort(NamedTuple):
     port: RdmaPort
 
 
-def placed_ports(devices: Iterable[RdmaDevice], near: Near = None, root: Path = SYSFS) -> list[PlacedPort]:
-    """Returns the active ports with GIDs: the nearest first, and of equally near ports the fastest first.
+def active_ports(devices: Iterable[RdmaDevice]) -> list[DevicePort]:
+    """Returns the active ports that have GIDs."""
+    return [(device, port) for device, port in _ports(devices) if _state(device, port) == "active"]
 
-    Of a machine with InfiniBand and RoCE, only the ports of one kind are returned, because ports of different kinds
-    can't be connected. This kind is the one whose active ports have the higher total rate, so that all hosts with the
-    same adapters use the same kind.
+
+def placed_ports(ports: Iterable[DevicePort], near: Place = NOWHERE, root: Path = SYSFS) -> list[PlacedPort]:
+    """Sorts `active_ports`: the nearest first, and of equally near ports the fastest first.
+
+    Of InfiniBand and RoCE ports, only the ports of one kind are returned, because ports of different kinds can't be
+    connected. This kind is the one whose ports have the higher total rate, so that all hosts with the same adapters use
+    the same kind.
     """
     nearness = NearnessTo(near, root)
-    found = [
-        PlacedPort(nearness(device.pci_path, device.numa_node), device, port)
-        for device, port in _ports(devices)
-        if _state(device, port) == "active"
-    ]
+    found = [PlacedPort(nearness(device.pci_path, device.numa_node), device, port) for device, port in ports]
     rates: dict[str, float] = {}
     for _, _, port in found:
         rates[port.link_layer] = rates.get(port.link_layer, 0) + port.rate
@@ -312,20 +316,20 @@ def placed_ports(devices: Iterable[RdmaDevice], near: Near = None, root: Path = 
 def choose_device(
     devices: list[RdmaDevice],
     options: RdmaOptions,
-    near: Near = None,
+    near: Place = NOWHERE,
     *,
     local_rank: int = 0,
     root: Path = SYSFS,
 ) -> DeviceChoice:
-    """Chooses the first of the `placed_ports`. If several ports are equally near and fast, `local_rank` distributes a
-    node's ranks over these ports.
+    """Chooses the first of the `placed_ports` that the options allow. If several ports are equally near and fast,
+    `local_rank` distributes a node's ranks over these ports.
 
     By default the GID is the port's `best_gid`. Options override the choice of device, port and GID.
 
     Args:
         devices: the machine's devices (`rdma_devices`).
         options: the device, the port and the GID to use; each may be None.
-        near: the place of the rank's GPU or process; None to treat all devices as equally near.
+        near: the rank's place.
         local_rank: the rank's number on its node.
         root: the directory where sysfs is mounted, from which distances are read.
 
@@ -341,30 +345,31 @@ def choose_device(
             raise ArgumentError("device", f"no RDMA device {options.device!r}; there is {names}")
         if options.port is not None:
             devices[0].port(options.port)  # raises ArgumentError if the device lacks the port
-    usable = placed_ports([_with_port(device, options.port) for device in devices], near, root)
-    if not usable:
+    active = [(device, port) for device, port in active_ports(devices) if options.port in (None, port.number)]
+    if not active:
         for field in ("device", "port"):
             asked = getattr(options, field)
             if asked is not None:
                 raise ArgumentError(field, f"{asked!r} has no active port; there is {_states(devices)}")
         raise RuntimeUnavailableError(f"no RDMA device has an active port; there is {_states(devices)}")
-    if options.gid_index is not None:
-        there = "; ".join(f"{device.name} port {port.number}: {_listed(port.gids)}" for _, device, port in usable)
-        usable = [placed for placed in usable if any(gid.index == options.gid_index for gid in placed.port.gids)]
-        if not usable:
-            raise ArgumentError("gid_index", f"no active port has a GID {options.gid_index}; there is {there}")
+    index = options.gid_index
+    having = [each for each in active if index is None or any(gid.index == index for gid in each[1].gids)]
+    if not having:
+        there = "; ".join(f"{device.name} port {port.number}: {_listed(port.gids)}" for device, port in active)
+        raise ArgumentError("gid_index", f"no active port has a GID {index}; there is {there}")
+    usable = placed_ports(having, near, root)
     equals = [
         placed for placed in usable if (placed.nearness, placed.port.rate) == (usable[0].nearness, usable[0].port.rate)
     ]
     _, device, port = equals[local_rank % len(equals)]
     assert port.best_gid is not None
-    return DeviceChoice(device, port.number, port.best_gid.index if options.gid_index is None else options.gid_index)
+    return DeviceChoice(device, port.number, port.best_gid.index if index is None else index)
 
 
 def choose_devices(
     devices: list[RdmaDevice],
     options: RdmaOptions,
-    near: Near = None,
+    near: Place = NOWHERE,
     *,
     local_rank: int = 0,
     root: Path = SYSFS,
@@ -378,11 +383,6 @@ def choose_devices(
     ]
 
 
-def _with_port(device: RdmaDevice, number: int | None) -> RdmaDevice:
-    """Returns the device with only the port of this number; None means all ports."""
-    return replace(device, ports=tuple(port for port in device.ports if number in (None, port.number)))
-
-
 def _state(device: RdmaDevice, port: RdmaPort) -> str:
     if device.problem:
         return device.problem
@@ -391,7 +391,7 @@ def _state(device: RdmaDevice, port: RdmaPort) -> str:
     return port.state if port.gids else f"{port.state}, no GID"
 
 
-def _ports(devices: Iterable[RdmaDevice]) -> list[tuple[RdmaDevice, RdmaPort]]:
+def _ports(devices: Iterable[RdmaDevice]) -> list[DevicePort]:
     return [(device, port) for device in devices for port in device.ports]
 
 

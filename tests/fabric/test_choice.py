@@ -12,6 +12,7 @@ import pytest
 
 from proxyccl import ArgumentError, FabricOptions, RdmaOptions, RuntimeUnavailableError, rdma_devices
 from proxyccl.proxy.fabric.library import FabricOffer, best_of, choose_offer
+from proxyccl.proxy.placement import Place
 from proxyccl.proxy.remote_options import MOST_WIRES
 from proxyccl.proxy.verbs.devices import choose_device
 from support.sysfs import expand
@@ -93,11 +94,13 @@ def test_efa_devices_are_used_by_libfabric_and_not_by_verbs(tmp_path: Path) -> N
     devices = rdma_devices(tmp_path)
     assert len(devices) == 32
     with pytest.raises(RuntimeUnavailableError, match=r"rdmap79s0 port 1 .* without reliable connections"):
-        choose_device(devices, RdmaOptions(), gpus["gpu0"], root=tmp_path)
+        choose_device(devices, RdmaOptions(), Place(gpus["gpu0"]), root=tmp_path)
     offers = [offer("efa", f"{device.name}-rdm", ordered=False) for device in devices]
     for rank, gpu in enumerate(gpus.values()):
         beside = int(gpu[5:7], 16)
-        chosen = {choose_offer(offers, FabricOptions(), gpu, local_rank=i, root=tmp_path).domain for i in range(8)}
+        chosen = {
+            choose_offer(offers, FabricOptions(), Place(gpu), local_rank=i, root=tmp_path).domain for i in range(8)
+        }
         assert chosen == {f"rdmap{beside - i}s0-rdm" for i in range(1, 5)}, rank
 
 

@@ -20,6 +20,7 @@ from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricContext, FabricEndpoint
 from proxyccl.proxy.fabric.library import FabricOffer, choose_offer, fabric_offers
+from proxyccl.proxy.placement import NOWHERE
 from proxyccl.proxy.remote_options import RemoteSetup
 from support.packages.fabric import environment
 
@@ -81,7 +82,7 @@ def test_an_endpoint_that_cant_register_the_segment_is_closed(tcp: FabricOffer) 
     FabricEndpoint(tcp, FabricOptions()).close()  # some resources of the first endpoint stay until the process exits
     before = len(os.listdir("/proc/self/fd"))
     nothing = cast(PinnedMemory, SimpleNamespace(host_ptr=4096, nbytes=0))
-    setup = RemoteSetup(HostRuntime(), nothing, range(0), near=None, local_rank=0, core_share=1)
+    setup = RemoteSetup(HostRuntime(), nothing, range(0), near=NOWHERE, local_rank=0, core_share=1)
     with pytest.raises(ArgumentError):
         FabricContext(setup, FabricOptions(provider="tcp", interface="=lo"))
     assert len(os.listdir("/proc/self/fd")) == before

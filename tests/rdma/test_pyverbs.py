@@ -35,7 +35,7 @@ from proxyccl import (
     rdma_devices,
 )
 from proxyccl.device.environment import OLD_VARIABLES
-from proxyccl.proxy.placement import process_numa_node
+from proxyccl.proxy.placement import Place, process_numa_node
 from proxyccl.proxy.remote_options import MTUS
 from proxyccl.proxy.verbs import pyverbs_api, requirements
 from proxyccl.proxy.verbs.address import GID_TYPES, LINK_LAYERS, EndpointAddress
@@ -43,6 +43,7 @@ from proxyccl.proxy.verbs.devices import DeviceChoice, choose_device
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.registrations import Registrations
 from proxyccl.proxy.verbs.requirements import missing
+from proxyccl.tools import info
 from support.fakes import pyverbs as pyverbs_stand_in
 from support.sysfs import gid_files, put
 
@@ -346,7 +347,9 @@ def roce_device(name: str, numa_node: int | None = None, *, rate: float = 100, s
 def chosen(
     devices: list[RdmaDevice], near: int | None = None, local_rank: int = 0, **options: Any
 ) -> tuple[str, int, int]:
-    choice = choose_device(devices, RdmaOptions(**options), near, local_rank=local_rank, root=Path("/nowhere"))
+    choice = choose_device(
+        devices, RdmaOptions(**options), Place(node=near), local_rank=local_rank, root=Path("/nowhere")
+    )
     return choice.device.name, choice.port, choice.gid_index
 
 
@@ -355,11 +358,11 @@ def test_the_nearest_device_is_chosen(sysfs: Path) -> None:
     assert chosen(there, 0) == ("a", 1, 1)
     assert chosen(there, 1) == ("b", 1, 1)
     # A NUMA node without a device uses the nearest device or, if distances are unknown, a device whose node is known.
-    assert choose_device(there[1:], RdmaOptions(), 0, root=sysfs).device.name == "b"
+    assert choose_device(there[1:], RdmaOptions(), Place(node=0), root=sysfs).device.name == "b"
     put(sysfs / "devices/system/node", {"node2/distance": "30 20 10", "node2/cpulist": ""})
-    assert choose_device(there, RdmaOptions(), 2, root=sysfs).device.name == "b"
+    assert choose_device(there, RdmaOptions(), Place(node=2), root=sysfs).device.name == "b"
     put(sysfs / "devices/system/node", {"node2/distance": "20 30 10"})
-    assert choose_device(there, RdmaOptions(), 2, root=sysfs).device.name == "a"
+    assert choose_device(there, RdmaOptions(), Place(node=2), root=sysfs).device.name == "a"
 
 
 def test_of_equally_near_devices_the_fastest_is_chosen() -> None:
@@ -598,6 +601,15 @@ def opened(stand_in: SimpleNamespace) -> Iterator[Callable[..., VerbsDevice]]:
 
 
 Open = Callable[..., VerbsDevice]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_info_shows_whether_each_chosen_adapter_reaches_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "missing", lambda root: "")
+    monkeypatch.setattr(info, "rdma_devices", lambda *_: [roce_device(f"rxe{i}") for i in range(3)])
+    monkeypatch.setenv("PROXYCCL_RDMA", "devices=rxe1,rxe2")
+    found = [finding.detail for finding in info._rdma() if finding.name == "memory"]
+    assert [text.partition(" ")[0] for text in found] == ["rxe1", "rxe2"], found
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_discovery_tells_what_is_there(devices: list[RdmaDevice]) -> None:
             assert limit is not None
             assert limit >= 1000
         assert len(device.guid) == 19
-    assert [choose_device(devices, RdmaOptions(), None, local_rank=i).device.name for i in range(2)] == list(DEVICES)
+    assert [choose_device(devices, RdmaOptions(), local_rank=i).device.name for i in range(2)] == list(DEVICES)
 
 
 def test_info_shows_what_is_there_and_nothing_missing(devices: list[RdmaDevice]) -> None:
