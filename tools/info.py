@@ -43,7 +43,7 @@ from proxyccl.device.runtimes import RUNTIMES, find_runtime, open_driver, open_r
 from proxyccl.device.shown_text import shown
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.fabric import library, requirements
-from proxyccl.proxy.fabric.library import choose_offer
+from proxyccl.proxy.fabric.library import choose_offers
 from proxyccl.proxy.observe.rates import Watch
 from proxyccl.proxy.placement import KINDS, SYSFS, Place, numa_nodes, process_numa_node
 from proxyccl.proxy.processes import process_name
@@ -255,10 +255,11 @@ def _fabric() -> list[Finding]:
     try:
         offers = library.fabric_offers(device_memory=True)
         found += [Finding("Fabric", offer.provider, offer.remote, offer.facts) for offer in offers]
-        chosen = choose_offer(offers, FabricOptions.from_environment())
+        chosen = choose_offers(offers, FabricOptions.from_environment(), Place(node=process_numa_node()))
     except ProxyCCLError as error:
         return [*found, Finding("Fabric", "choice", False, str(error))]
-    return [*found, Finding("Fabric", "choice", True, f"transport fabric between hosts without RDMA: {chosen}")]
+    detail = f"transport fabric between hosts without RDMA: {'; '.join(map(str, chosen))}"
+    return [*found, Finding("Fabric", "choice", True, detail)]
 
 
 def _mpi() -> list[Finding]:

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 
 #include "clock.h"
+#include "fabric_transport.h"
 #include "operations.h"
 #include "transports.h"
 #include "verbs_transport.h"
@@ -377,6 +378,14 @@ int proxyccl_rails_failed(const ProxycclConnection *base, int *status) {
   return (int)self->failed;
 }
 
+const char *proxyccl_rails_error_text(const ProxycclConnection *base) {
+  if (base->transport != &proxyccl_rails_transport) return proxyccl_fabric_error_text(base);
+  const RailsConnection *self = (const RailsConnection *)base;
+  const char *text = "";
+  for (uint32_t i = 0; i < RAILS && *text == 0; ++i) text = proxyccl_fabric_error_text(self->rails[i].wire);
+  return text;
+}
+
 static void rails_destroy(ProxycclConnection *base) {
   RailsConnection *self = self_of(base);
   for (uint32_t i = 0; i < RAILS; ++i)
@@ -402,8 +411,9 @@ static ProxycclConnection *rails_create(const void *given, const ProxycclRuntime
   for (uint32_t i = 0; i < RAILS; ++i) {
     Rail *rail = &self->rails[i];
     rail->speed = options->speeds[i];
-    rail->signal_rkey = ((const ProxycclVerbsOptions *)options->options[i])->signal_rkey;
-    rail->wire = proxyccl_connection_create("verbs", options->options[i], runtime, refused);
+    if (!options->over_fabric) rail->signal_rkey = ((const ProxycclVerbsOptions *)options->options[i])->signal_rkey;
+    const char *transport = options->over_fabric ? "fabric" : "verbs";
+    rail->wire = proxyccl_connection_create(transport, options->options[i], runtime, refused);
     if (rail->wire == NULL) {
       rails_destroy(&self->queue.base);
       return NULL;

@@ -1,5 +1,5 @@
-/* The transport `rails` moves data to a peer over two connections of the transport `verbs`, called rails. Each rail has
- * its own network adapter.
+/* The transport `rails` moves data to a peer over two connections of the transport `verbs` or `fabric`, called rails.
+ * Each rail has its own network adapter.
  *
  * A key of memory holds one key of 32 bits for each rail: that of rail 0 in the low bits. So memory has the same
  * address on all rails. */
@@ -22,7 +22,7 @@ typedef struct ProxycclRailsMail {
 } ProxycclRailsMail;
 
 typedef struct ProxycclRailsOptions {
-  const void *options[PROXYCCL_RAILS]; /* a ProxycclVerbsOptions for each rail */
+  const void *options[PROXYCCL_RAILS]; /* a ProxycclVerbsOptions or ProxycclFabricOptions for each rail */
   uint32_t speeds[PROXYCCL_RAILS];     /* the rails' relative speeds, from 1; a rail's part of a put is proportional */
   uint32_t cut;            /* puts and gets of at least this many bytes are cut into one part for each rail */
   uint64_t mail;           /* address of this rank's ProxycclRailsMail; 0 if a failed rail ends the connection */
@@ -30,11 +30,16 @@ typedef struct ProxycclRailsOptions {
   uint64_t peer_mail;      /* address of the peer's ProxycclRailsMail */
   uint64_t peer_mail_keys; /* remote keys of `peer_mail` */
   uint32_t home;           /* number of the rail that carries short operations and signals */
+  uint32_t over_fabric;    /* 1 if the rails are connections of `fabric`; 0 if they are connections of `verbs` */
 } ProxycclRailsOptions;
 
 struct ProxycclConnection;
 
 /* Returns the number of a connection's failed rail, and sets *status to the reason; -1 if no rail has failed. */
 int proxyccl_rails_failed(const struct ProxycclConnection *connection, int *status);
+
+/* Returns the provider's message about the error that ended a connection of `fabric`, or of `rails` over `fabric`; ""
+ * if there is none. */
+const char *proxyccl_rails_error_text(const struct ProxycclConnection *connection);
 
 #endif

@@ -91,7 +91,7 @@ class RailsOptions(Struct, frozen=True):
 
     Attributes:
         native: a ProxycclRailsOptions.
-        rails: the ProxycclVerbsOptions of each rail.
+        rails: the ProxycclVerbsOptions or ProxycclFabricOptions of each rail.
         names: the names of the rails' adapters.
     """
 
@@ -107,11 +107,15 @@ class RailsOptions(Struct, frozen=True):
             native.options[i], native.speeds[i] = options, speed
         return cls(native, tuple(rails), tuple(names))
 
+    def connect(self, engine: EngineRuntime, needs: str) -> EngineConnection:
+        """Makes the connection. The errors are those of `create`."""
+        pointer = create(engine, "rails", self.native, *self.rails, needs=needs)
+        return EngineConnection(pointer, rails=self.names)
+
 
 def _connect(engine: EngineRuntime, options: Any) -> EngineConnection:
     if isinstance(options, RailsOptions):
-        pointer = create(engine, "rails", options.native, *options.rails, needs=NEEDS)
-        return EngineConnection(pointer, rails=options.names)
+        return options.connect(engine, NEEDS)
     return EngineConnection(create(engine, "verbs", options, needs=NEEDS))
 
 
@@ -149,7 +153,7 @@ class _Endpoint:
             rails.append(rail.engine_options(rail_key(theirs.rkey, number)))
         if len(rails) == 1:
             return rails[0]
-        fields = {"home": self._device.next_home()}
+        fields = {"home": self._device.next_home(len(rails))}
         if self._mail is not None and ends[1].area:
             fields |= {"mail": self._mail.address, "mail_keys": self._mail.local_key}
             fields |= {"peer_mail": ends[1].area, "peer_mail_keys": ends[1].rkey}

@@ -52,7 +52,18 @@ pytestmark = pytest.mark.own_proxy(reason="a stand-in for RDMA, in its own proce
 # -- options ---
 
 WRONG_OPTIONS: dict[str, list[Any]] = {
-    "devices": [(), "rxe0", ("rxe0",), ("rxe0", "rxe0"), ("rxe0", ""), ("rxe0", 1), ("a", "b", "c"), 5],
+    "devices": [
+        (),
+        "rxe0",
+        ("rxe0",),
+        ("rxe0", "rxe0"),
+        ("rxe0", ""),
+        ("rxe0", 1),
+        ("a", "b", "c"),
+        ("a", "a", "b"),
+        (["a"], "b"),
+        5,
+    ],
     "device": ["", 3, b"rxe0"],
     "port": [0, 255, -1, 1.0, "1", True],
     "gid_index": [-1, 1 << 16, "0"],
@@ -130,6 +141,20 @@ def test_a_variable_lists_several_options_whose_values_may_have_commas(monkeypat
     assert RdmaOptions.from_environment() == RdmaOptions(device="mlx5_0", mtu=4096)
     monkeypatch.setenv("PROXYCCL_FABRIC", "interface=^=eth0,eth1,provider=tcp;ofi_rxm")
     assert FabricOptions.from_environment() == FabricOptions(interface="^=eth0,eth1", provider="tcp;ofi_rxm")
+
+
+def test_an_argument_that_names_adapters_replaces_all_names_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_RDMA", "devices=rxe0,rxe2,mtu=4096")
+    assert RdmaOptions.from_environment(device="rxe1") == RdmaOptions(device="rxe1", mtu=4096)
+    monkeypatch.setenv("PROXYCCL_RDMA", "mtu=4096,device=rxe1")
+    assert RdmaOptions.from_environment(devices=["rxe0", "rxe2"]) == RdmaOptions(devices=("rxe0", "rxe2"), mtu=4096)
+    monkeypatch.setenv("PROXYCCL_FABRIC", "interfaces=eth0,eth1")
+    assert FabricOptions.from_environment(interface="eth2") == FabricOptions(interface="eth2")
+    monkeypatch.setenv("PROXYCCL_FABRIC_INTERFACE", "eth2")
+    assert FabricOptions.from_environment() == FabricOptions(interfaces=("eth0", "eth1"))
+    monkeypatch.setenv("PROXYCCL_FABRIC", "interfaces=eth0,eth1,interface=eth2")
+    with pytest.raises(ArgumentError, match="interfaces: must be None where interface names one, 'eth2'"):
+        FabricOptions.from_environment()
 
 
 def test_older_variables_of_one_option_are_read_if_the_list_lacks_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
