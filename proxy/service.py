@@ -543,7 +543,8 @@ class ProxyService(ProxyWords):
         reason = ffi.string(info.reason).decode() if info.reason else ""
         if connection is not None and info.code == native.PROXYCCL_ERROR_TRANSPORT:
             transport = find_transport(connection.transport)
-            meaning = filter(None, (transport.status_text(info.status), transport.error_text(info.connection)))
+            message = ffi.string(lib.proxyccl_connection_error_text(info.connection)).decode(errors="replace")
+            meaning = filter(None, (transport.status_text(info.status), message))
             reason = ": ".join((reason, *meaning))
         words, offset = None, 0
         if of_trigger:

@@ -10,7 +10,6 @@
 #include <stdlib.h>
 
 #include "clock.h"
-#include "fabric_transport.h"
 #include "operations.h"
 #include "transports.h"
 #include "verbs_transport.h"
@@ -378,11 +377,10 @@ int proxyccl_rails_failed(const ProxycclConnection *base, int *status) {
   return (int)self->failed;
 }
 
-const char *proxyccl_rails_error_text(const ProxycclConnection *base) {
-  if (base->transport != &proxyccl_rails_transport) return proxyccl_fabric_error_text(base);
+static const char *rails_error_text(const ProxycclConnection *base) {
   const RailsConnection *self = (const RailsConnection *)base;
   const char *text = "";
-  for (uint32_t i = 0; i < RAILS && *text == 0; ++i) text = proxyccl_fabric_error_text(self->rails[i].wire);
+  for (uint32_t i = 0; i < RAILS && *text == 0; ++i) text = proxyccl_connection_error_text(self->rails[i].wire);
   return text;
 }
 
@@ -432,6 +430,7 @@ const ProxycclTransport proxyccl_rails_transport = {
     .signal = rails_signal,
     .flush = queued_flush,
     .poll = rails_poll,
+    .error_text = rails_error_text,
     .idle = rails_idle,
     .destroy = rails_destroy,
 };

@@ -38,8 +38,4 @@ struct ProxycclConnection;
 /* Returns the number of a connection's failed rail, and sets *status to the reason; -1 if no rail has failed. */
 int proxyccl_rails_failed(const struct ProxycclConnection *connection, int *status);
 
-/* Returns the provider's message about the error that ended a connection of `fabric`, or of `rails` over `fabric`; ""
- * if there is none. */
-const char *proxyccl_rails_error_text(const struct ProxycclConnection *connection);
-
 #endif

@@ -28,6 +28,9 @@ from proxyccl.proxy.remote_options import RAILS, FabricOptions
 ffi, lib = _engine.ffi, _engine.lib
 
 _FUNCTIONS = ("fi_getinfo", "fi_freeinfo", "fi_dupinfo", "fi_fabric")
+_FLAGS = ("ordered", "reads", "remote", "device_memory", "virtual_keys", "provider_keys")
+_NUMBERS = ("address_format", "parts", "key_bytes", "depth", "max_message")
+"""Fields that a FabricOffer copies from the engine's ProxycclFabricOffer."""
 _SIGACTION_BYTES = 256  # at least the size of C's struct sigaction
 _NO_DATA = 61
 """FI_ENODATA, libfabric's error if no provider has a matching offer."""
@@ -237,25 +240,15 @@ def _ask(*, ordered: bool, reads: bool, device_memory: bool) -> Iterator[FabricO
     native = ffi.new("ProxycclFabricOffer *")
     number = 0
     while lib.proxyccl_fabric_offer(offers, number, native):
+        source = bytes(ffi.buffer(native.source, native.source_bytes)) if native.source else b""
         yield FabricOffer(
             provider=_text(native.provider),
             domain=_text(native.domain),
-            address=_ip_address(native.address_format, bytes(ffi.buffer(native.source, native.source_bytes)))
-            if native.source
-            else None,
-            address_format=native.address_format,
-            ordered=bool(native.ordered),
-            parts=native.parts,
-            reads=bool(native.reads),
-            remote=bool(native.remote),
-            device_memory=bool(native.device_memory),
-            virtual_keys=bool(native.virtual_keys),
-            provider_keys=bool(native.provider_keys),
-            key_bytes=native.key_bytes,
-            depth=native.depth,
-            max_message=native.max_message,
+            address=_ip_address(native.address_format, source),
             rate=native.bits_per_second / 1e9,
             source=(offers, number),
+            **{name: bool(getattr(native, name)) for name in _FLAGS},
+            **{name: getattr(native, name) for name in _NUMBERS},
         )
         number += 1
 

@@ -55,10 +55,6 @@ def _status_text(status: int) -> str:
         return f"libfabric's error {error}"
 
 
-def _error_text(connection: Any) -> str:
-    return ffi.string(lib.proxyccl_rails_error_text(connection)).decode(errors="replace")
-
-
 class _Endpoint:
     def __init__(self, device: FabricContext) -> None:
         self._device = device
@@ -103,7 +99,6 @@ TRANSPORT = Transport(
     connect=_connect,
     status_text=_status_text,
     statuses=range(lib.PROXYCCL_FABRIC_FAILED, 2 * lib.PROXYCCL_FABRIC_FAILED),
-    error_text=_error_text,
     remote=RemoteFunctions(
         missing=missing,
         open=_open,
@@ -113,10 +108,6 @@ TRANSPORT = Transport(
         rehearses=False,
     ),
 )
-
-
-def _staged_error_text(connection: Any) -> str:
-    return ffi.string(lib.proxyccl_staged_fabric_error_text(connection)).decode(errors="replace")
 
 
 def _wire(endpoint: FabricEndpoint, number: int) -> Wire:
@@ -169,6 +160,4 @@ def _make_staged_endpoint(device: FabricContext) -> StagedEndpoint:
     )
 
 
-STAGED = staged_over(
-    TRANSPORT, "staged_fabric", needs=NEEDS, make_endpoint=_make_staged_endpoint, error_text=_staged_error_text
-)
+STAGED = staged_over(TRANSPORT, "staged_fabric", needs=NEEDS, make_endpoint=_make_staged_endpoint)

@@ -170,7 +170,7 @@ def _ask_device(api: Pyverbs, path: Path) -> RdmaDevice:
     try:
         with api.open(path.name) as context, api.calling(calls, path.name):
             limits = context.query_device()
-            ports = {number: context.query_port(number) for number in _port_numbers(path)}
+            ports = {number: context.query_port(number) for number in _numbers(path / "ports")}
             table = context.query_gid_table(sum(port.gid_tbl_len for port in ports.values()))
     except ProxyCCLError as error:
         return replace(_read_device(path), problem=str(error))
@@ -203,12 +203,13 @@ def _number(text: str) -> int | None:
         return None
 
 
-def _port_numbers(device: Path) -> list[int]:
-    return sorted(int(path.name) for path in (device / "ports").glob("[0-9]*"))
+def _numbers(directory: Path) -> list[int]:
+    """Returns the sorted names of a directory's entries that are numbers."""
+    return sorted(int(name) for name in os.listdir(directory) if name.isdigit()) if directory.is_dir() else []
 
 
 def _read_device(path: Path, used: _UsedGids | None = None) -> RdmaDevice:
-    ports = ((number, path / "ports" / str(number)) for number in _port_numbers(path))
+    ports = ((number, path / "ports" / str(number)) for number in _numbers(path / "ports"))
     return RdmaDevice(
         name=path.name,
         guid=read(path / "node_guid"),
@@ -250,23 +251,10 @@ def _read_gids(port: Path, link_layer: str, used: Iterable[tuple[int, str]]) -> 
 
 
 def _used_gids(table: Path) -> Iterable[tuple[int, str]]:
-    if not table.is_dir():
-        return
-    directory = os.open(table, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for index in sorted(int(name) for name in os.listdir(directory) if name.isdigit()):
-            try:
-                file = os.open(str(index), os.O_RDONLY, dir_fd=directory)
-            except OSError:  # the file was removed after the directory was listed
-                continue
-            try:
-                text = os.read(file, 64)
-            finally:
-                os.close(file)
-            if text.strip(b"0:\n"):
-                yield index, text.decode().strip()
-    finally:
-        os.close(directory)
+    for index in _numbers(table):
+        text = read(f"{table}/{index}")
+        if text.strip("0:"):
+            yield index, text
 
 
 def _written(address: ipaddress.IPv6Address) -> str:
