@@ -22,8 +22,10 @@ enum { WR_FLUSH_ERR = 5 }; /* an ibv_wc_status */
 typedef struct {
   ProxycclConnection *wire;
   uint64_t first, last; /* the rail's outstanding parts are numbered from `first` to `last` - 1 */
-  uint64_t done;        /* number of complete parts; the wire's flushes store it */
+  uint64_t done;        /* number of complete parts */
   uint64_t marked;      /* number of parts before the newest flush */
+  uint64_t hurried;     /* number of parts before the newest flush for which the wire hurries */
+  uint64_t answered;    /* the word of that flush, which nothing reads */
   uint32_t speed;
   uint32_t signal_rkey;
   Operation parts[PARTS];
@@ -97,10 +99,11 @@ static int has_room(const Rail *rail) {
   return rail->last - rail->first < PARTS && rail->wire->transport->ready(rail->wire) > 0;
 }
 
-/* Makes the wire tell when all parts so far are complete. */
+/* Makes the wire tell when all parts so far are complete. The word is the one of which `fabric` assumes that no thread
+ * waits for it, so that the wire does not ask for a completion of each part. */
 static int mark(Rail *rail) {
   rail->marked = rail->last;
-  return rail->wire->transport->flush(rail->wire, &rail->done, rail->marked);
+  return rail->wire->transport->flush(rail->wire, &rail->wire->progress.completed, rail->marked);
 }
 
 static uint64_t key_of(uint64_t keys, uint32_t rail) { return keys >> (32 * rail) & 0xffffffffu; }
@@ -168,6 +171,19 @@ static int has_failed(const RailsConnection *self, uint32_t rail) {
   return self->stage != BOTH_UP && rail == self->failed;
 }
 
+/* Makes the wires of `fabric` ask for the completion of all parts so far, because an operation or a thread waits. */
+static int hurry(RailsConnection *self) {
+  int status = 0;
+  for (uint32_t i = 0; i < RAILS && self->options.over_fabric && status == 0; ++i) {
+    Rail *rail = &self->rails[i];
+    if (!is_busy(rail) || rail->hurried == rail->last) continue;
+    rail->hurried = rail->last;
+    status = mark(rail);
+    if (status == 0) status = rail->wire->transport->flush(rail->wire, &rail->answered, rail->last);
+  }
+  return status;
+}
+
 /* Posts operations in order until one must wait. */
 static int issue(ProxycclConnection *base) {
   RailsConnection *self = self_of(base);
@@ -178,6 +194,7 @@ static int issue(ProxycclConnection *base) {
       posted = flushes_push(&self->queue.flushes, operation, self->made, completed(self));
       for (uint32_t i = 0; i < RAILS && status == 0; ++i)
         if (self->rails[i].marked != self->rails[i].last && !has_failed(self, i)) status = mark(&self->rails[i]);
+      if (status == 0 && operation->flushed != &base->progress.completed) status = hurry(self);
     } else if (operation->bytes >= self->cut) {
       status = post_cut(self, operation, &posted);
     } else if (has_room(&self->rails[self->home]) && !waits_for_others(self, self->home, operation)) {
@@ -185,7 +202,7 @@ static int issue(ProxycclConnection *base) {
       status = post(self, self->home, operation);
     }
     if (status != 0) return status;
-    if (!posted) return 0;
+    if (!posted) return hurry(self);
     operations_pop(&self->queue.operations);
   }
   return 0;
@@ -195,6 +212,7 @@ static int issue(ProxycclConnection *base) {
 static int poll_rail(Rail *rail, uint32_t *progress) {
   const int status = rail->wire->transport->poll(rail->wire, progress);
   if (status != 0) return status;
+  if (rail->wire->progress.completed > rail->done) rail->done = rail->wire->progress.completed;
   rail->first = rail->done;
   return is_busy(rail) && rail->done == rail->marked ? mark(rail) : 0;
 }

@@ -206,8 +206,9 @@ def test_a_signal_joins_the_write_before_it(
             assert (source[:size] == destination[:size]).all()
 
 
-def test_what_no_flush_waits_behind_comes_to_rest_by_one_completion() -> None:
-    with loop_of(memory(8), np.zeros(8, np.uint8), depth=64) as loop:
+@rails
+def test_what_no_flush_waits_behind_comes_to_rest_by_one_completion(rails: Order) -> None:
+    with loop_of(memory(8), np.zeros(8, np.uint8), depth=64, **rails) as loop:
         for _ in range(7):  # 14 requests, fewer than a quarter of the window, so none asks for a completion
             loop.push(0, PUT | SIGNAL, 8)
         assert loop.service.drain(TIMEOUT)
@@ -216,12 +217,13 @@ def test_what_no_flush_waits_behind_comes_to_rest_by_one_completion() -> None:
         assert counts.awaited == counts.empty > 0
 
 
-def test_a_run_of_ordered_writes_asks_for_few_completions() -> None:
-    with loop_of(memory(8), np.zeros(8, np.uint8), depth=64) as loop:
+@rails
+def test_a_run_of_ordered_writes_asks_for_few_completions(rails: Order) -> None:
+    with loop_of(memory(8), np.zeros(8, np.uint8), depth=64, **rails) as loop:
         loop.push(0, PUT, 8, count=640)
         loop.flush()
         counts = loop.peers[0].device.counts
-        assert counts.requests == 640
+        assert counts.requests - counts.empty == 640
         assert counts.awaited <= 320
 
 
