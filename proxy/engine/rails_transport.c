@@ -171,14 +171,15 @@ static int has_failed(const RailsConnection *self, uint32_t rail) {
   return self->stage != BOTH_UP && rail == self->failed;
 }
 
-/* Makes the wires of `fabric` ask for the completion of all parts so far, because an operation or a thread waits. */
+/* Makes the wires of `fabric` ask for the completion of all parts so far, because an operation or a thread waits. A
+ * part takes at most three operations of a wire: its own, a mark and this flush. */
 static int hurry(RailsConnection *self) {
   int status = 0;
   for (uint32_t i = 0; i < RAILS && self->options.over_fabric && status == 0; ++i) {
     Rail *rail = &self->rails[i];
     if (!is_busy(rail) || rail->hurried == rail->last) continue;
     rail->hurried = rail->last;
-    status = mark(rail);
+    if (rail->marked != rail->last) status = mark(rail);
     if (status == 0) status = rail->wire->transport->flush(rail->wire, &rail->answered, rail->last);
   }
   return status;

@@ -227,18 +227,21 @@ def test_a_run_of_ordered_writes_asks_for_few_completions(rails: Order) -> None:
         assert counts.awaited <= 320
 
 
+@rails
 @orders
-def test_a_flood_waits_in_the_ring(order: Order) -> None:
+def test_a_flood_waits_in_the_ring(order: Order, rails: Order) -> None:
     """While the endpoint executes nothing, triggers beyond the capacity of endpoint and connection stay in the ring."""
     source, destination = memory(8), np.zeros(8, np.uint8)
-    with loop_of(source, destination, depth=16, **order, service={"fifo_size": 1024}) as loop:
+    with loop_of(source, destination, depth=16, **order, **rails, service={"fifo_size": 1024}) as loop:
         (peer,) = loop.peers
-        peer.device.allow(0)
+        for device in peer.devices:
+            device.allow(0)
         loop.push(0, PUT | SIGNAL, 8, count=1000)
         loop.let_poll(0)
         assert peer.device.counts.requests <= 16
         assert loop.producer.taken(peer.channels[0]) < 300
-        peer.device.allow(-1)
+        for device in peer.devices:
+            device.allow(-1)
         loop.flush()
         assert peer.words[0] == 1000
 
