@@ -11,7 +11,7 @@ from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, Ru
 from proxyccl.proxy.codec import Codec, Message, Uint32
 from proxyccl.proxy.daemon.client import Proxy, RemoteContext
 from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
-from proxyccl.proxy.placement import place_of
+from proxyccl.proxy.placement import Place, process_numa_node
 from proxyccl.proxy.transports.table import TRANSPORTS
 
 
@@ -143,7 +143,7 @@ class RemoteLinks:
         self._context = self._proxy().open_remote(
             self._meeting.options.transports,
             range(first, first + self._control.semaphores_bytes),
-            near=place_of(self._meeting.runtime.pci_address),
+            near=Place(self._meeting.runtime.pci_address, process_numa_node()),
             # If several nodes are simulated on one host, they may share network devices.
             local_rank=sum(self._meeting.topology.same_host(rank) for rank in lower),
             core_share=self._core_share,

@@ -13,10 +13,22 @@ from proxyccl.proxy.processes import parse_cores
 SYSFS = Path("/sys")
 _HOST_BRIDGE = re.compile("pci[0-9a-f]{4,}:[0-9a-f]{2}")
 
-Near = str | int | None
-"""A rank's place: the PCI address of its GPU in the form of sysfs, or a NUMA node, or None if all devices are equally
-near.
-"""
+
+class Place(NamedTuple):
+    """A rank's place on its machine.
+
+    Attributes:
+        gpu: the PCI address of the rank's GPU in the form of sysfs, or None.
+        node: the NUMA node to whose cores the rank's process is bound, or None. The node counts only if sysfs does not
+            know the NUMA node of the GPU.
+    """
+
+    gpu: str | None = None
+    node: int | None = None
+
+
+NOWHERE = Place()
+"""A place to which all devices are equally near."""
 
 SAME_SWITCH, SAME_NODE, OTHER_NODE, UNKNOWN = range(4)
 KINDS = ("same PCIe switch", "same NUMA node", "other NUMA node", "unknown place")
@@ -39,14 +51,14 @@ class NearnessTo:
     """Measures how near devices are to a place.
 
     Args:
-        near: the place. If sysfs does not know a PCI address, all devices are equally near.
+        near: the place.
         root: the directory where sysfs is mounted.
     """
 
-    def __init__(self, near: Near, root: Path = SYSFS) -> None:
-        device = root / "bus/pci/devices" / near if isinstance(near, str) else None
-        self._path = pci_path(device) if device is not None else ()
-        node = numa_node_of(device) if device is not None else near if isinstance(near, int) else None
+    def __init__(self, near: Place, root: Path = SYSFS) -> None:
+        gpu = root / "bus/pci/devices" / (near.gpu or "")
+        self._path, own = pci_path(gpu), numa_node_of(gpu)
+        node = near.node if own is None else own
         self._unplaced = not self._path and node is None
         self._distances: dict[int, int] = {}
         if node is not None:
@@ -84,15 +96,6 @@ def numa_node_of(device: Path) -> int | None:
     except ValueError:
         return None
     return node if node >= 0 else None
-
-
-def place_of(gpu: str | None, root: Path = SYSFS) -> Near:
-    """Returns the place of a rank, given the PCI address of its GPU, or None: the GPU if sysfs knows the address, else
-    the NUMA node to whose cores this process is bound, else None.
-    """
-    if gpu is not None and (root / "bus/pci/devices" / gpu).exists():
-        return gpu
-    return process_numa_node(root)
 
 
 def read(path: Path | str) -> str:

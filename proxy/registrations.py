@@ -9,10 +9,12 @@ pinned memory.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
@@ -133,6 +135,50 @@ class RegistrationCache:
         self._made.close()
 
 
+class RailRegistrations(RegistrationCache):
+    """A `RegistrationCache` for a rank with several adapters, which registers each range with all of them. A range's
+    key consists of the adapters' keys, of 32 bits each (`rail_key`).
+    """
+
+    def __init__(self, rails: Sequence[RegistrationCache]) -> None:
+        super().__init__()
+        self._rails = rails
+
+    def register(self, ptr: int, nbytes: int) -> Registration:
+        return self._acquire(ptr, nbytes, None, lambda: self._make(lambda rail: rail.register(ptr, nbytes)))
+
+    def register_of(
+        self, runtime: Runtime, gpu_writes: str, ptr: int, nbytes: int, allocation: Hashable = None
+    ) -> Registration:
+        def make(rail: RegistrationCache) -> Registration:
+            return rail.register_of(runtime, gpu_writes, ptr, nbytes)  # only this cache keeps unused ranges
+
+        return self._acquire(ptr, nbytes, allocation, lambda: replace(self._make(make), allocation=allocation))
+
+    def _make(self, register: Callable[[RegistrationCache], Registration]) -> Registration:
+        made: list[Registration] = []
+        with contextlib.ExitStack() as undo:
+            for rail in self._rails:
+                made.append(register(rail))
+                undo.callback(rail.release, made[-1])
+            first = made[0]
+            for other in made:
+                if (other.address, other.how) != (first.address, first.how):
+                    raise RuntimeUnavailableError(
+                        f"the rank's adapters register this memory differently: as {first.how} and as {other.how}"
+                    )
+                if other.key >> 32:
+                    raise RuntimeUnavailableError("the adapters' keys have more than 32 bits; use only one adapter")
+            undo.pop_all()
+        key = sum(each.key << 32 * i for i, each in enumerate(made))
+        local_key = sum(each.local_key << 32 * i for i, each in enumerate(made))
+        return replace(first, key=key, local_key=local_key, region=made)
+
+    def _deregister(self, registration: Registration) -> None:
+        for rail, made in zip(self._rails, registration.region, strict=True):
+            rail.release(made)
+
+
 def require_ordered(runtime: Runtime, gpu_writes: str, variable: str) -> None:
     """Raises RuntimeUnavailableError unless the GPU's driver or `gpu_writes` promises the order of RDMA writes.
     `variable` is the environment variable that can set `gpu_writes`.
@@ -196,6 +242,11 @@ class RemoteDevice:
     def __init__(self, setup: RemoteSetup) -> None:
         self.setup = setup
         self.write_targets = RemoteWriteTargets()
+        self._homes = itertools.count(setup.local_rank)
+
+    def next_home(self, rails: int) -> int:
+        """Returns the number of the rail that carries a new connection's short operations. Connections take turns."""
+        return next(self._homes) % rails
 
     def close(self) -> None:
         """Deregisters all memory and closes the device. All endpoints that use the device must be closed first."""

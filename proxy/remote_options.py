@@ -16,13 +16,13 @@ from proxyccl.device.environment import OLD_VARIABLES
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy._engine import lib
-from proxyccl.proxy.placement import Near
+from proxyccl.proxy.placement import Place
 
 MTUS = (256, 512, 1024, 2048, 4096)
 """The valid path MTUs, in bytes."""
 
 RAILS: int = lib.PROXYCCL_RAILS
-"""The number of RDMA devices of a rank that has several."""
+"""The number of RDMA devices, or of libfabric's interfaces, of a rank that has several."""
 
 MOST_WIRES: int = lib.PROXYCCL_STAGED_WIRES
 """The highest number of links (wires) of a staged connection."""
@@ -45,13 +45,15 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class _FromEnvironment:
-    """Base class of sets of options, which are checked, and which an environment variable can set. A field that is in
-    neither `_RANGES` nor `_choices` must be a non-empty text.
+    """Base class of sets of options, which are checked, and which an environment variable can set. A field that is not
+    in `_RANGES`, `_choices` or `_names` must be a non-empty text.
     """
 
     _owner: ClassVar[str]
     _variable: ClassVar[str]
     _name: ClassVar[str]  # a description of valid texts, for errors
+    _names: ClassVar[tuple[str, str]]  # the options that name one adapter and several adapters; at most one is set
+    _most_names: ClassVar[int]
     _choices: ClassVar[dict[str, tuple[object, ...]]]
 
     def __post_init__(self) -> None:
@@ -59,13 +61,18 @@ class _FromEnvironment:
             value = getattr(self, each.name)
             if value is not None or each.default is not None:
                 object.__setattr__(self, each.name, self._checked(each.name, each.name, value))
+        one, several = self._names
+        if getattr(self, one) is not None and getattr(self, several) is not None:
+            raise ArgumentError(several, f"must be None where {one} names one, {getattr(self, one)!r}")
 
     @classmethod
     def _checked(cls, option: str, shown: str, value: object) -> object:
-        if option == "devices":
+        if option == cls._names[1]:
             names = tuple(value.split(",") if isinstance(value, str) else value) if isinstance(value, Iterable) else ()
-            if len(set(names)) != RAILS or not all(isinstance(name, str) and name for name in names):
-                raise ArgumentError(shown, f"must be the names of {RAILS} RDMA devices, not {value!r}")
+            valid = all(isinstance(name, str) and name for name in names) and len(set(names)) == len(names)
+            if not valid or not RAILS <= len(names) <= cls._most_names:
+                count = RAILS if cls._most_names == RAILS else f"{RAILS} to {cls._most_names}"
+                raise ArgumentError(shown, f"must be the names of {count} different {option}, not {value!r}")
             return names
         if option in _RANGES:
             lowest, highest = _RANGES[option][0], _RANGES[option][-1]
@@ -84,7 +91,8 @@ class _FromEnvironment:
         """Reads options from the environment variable ``PROXYCCL_RDMA`` or ``PROXYCCL_FABRIC``, which lists options and
         values, such as ``device=mlx5_0,mtu=4096``. A part without "=" continues the value before it, as in
         ``interface=eth0,eth1``. An option that the variable does not list may be in an older variable of its own, such
-        as ``PROXYCCL_RDMA_PORT``. Arguments that are not None take precedence.
+        as ``PROXYCCL_RDMA_PORT``. Arguments that are not None take precedence; an argument that names adapters replaces
+        all names of adapters in the environment.
 
         Raises:
             ArgumentError: a variable or an argument is out of range, and the error names it; or an argument, or a name
@@ -95,13 +103,16 @@ class _FromEnvironment:
         for name in named:
             if name not in known:
                 raise ArgumentError(name, f"unknown option of {cls._owner}; expected one of {', '.join(known)}")
-        listed = cls._listed(known)
+        given, listed = set(named), cls._listed(known)
         for name in known:
+            group = cls._names if name in cls._names else (name,)
+            if not given.isdisjoint(group):
+                continue
             older = f"{cls._variable}_{name.upper()}"
             shown, text = f"{cls._variable}: {name}", listed.get(name)
-            if text is None and older in OLD_VARIABLES:
+            if older in OLD_VARIABLES and listed.keys().isdisjoint(group):
                 shown, text = older, os.environ.get(older) or None
-            if text is not None and name not in named:
+            if text is not None:
                 is_number = (name in _RANGES or name == "mtu") and text.isascii() and text.isdigit()
                 named[name] = cls._checked(name, shown, int(text) if is_number else text)
         return cls(**named)
@@ -178,17 +189,13 @@ class RdmaOptions(_FromEnvironment):
     staging_chunk: int = 256 << 10
 
     _owner, _name = "RDMA", "the name of an RDMA device"
+    _names, _most_names = ("device", "devices"), RAILS
     _variable = "PROXYCCL_RDMA"
     _choices = {  # noqa: RUF012  the base class declares a ClassVar
         "mtu": MTUS,
         "signal": ("auto", "write", "fetch_add"),
         "gpu_writes": ("auto", "ordered"),
     }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.device is not None and self.devices is not None:
-            raise ArgumentError("devices", f"must be None where device names one, {self.device!r}")
 
 
 @dataclass(frozen=True)
@@ -202,6 +209,11 @@ class FabricOptions(_FromEnvironment):
         interface: the interfaces to use, as a comma-separated list of prefixes of libfabric's domain names, such as
             "eth0" or "rdmap0s6". A leading "=" means that the list has whole names; a leading "^" or "^=" means that
             the list has prefixes or whole names to exclude. None for any interface except the loopback.
+        interfaces: names of 2 to 32 interfaces, each a domain name or its prefix, of which a rank uses the two that are
+            nearest to its GPU or NUMA node; None for one interface. Long puts and gets are divided between the rank's
+            two interfaces by the rates of their links. The first interfaces of two ranks are connected with each other,
+            and the second interfaces, so the order of the names matters if the interfaces are on separate networks. All
+            ranks must use the same number of interfaces.
         depth: the most outstanding writes of a connection, 2 to 4096; fewer if the provider takes fewer.
         signal: when a signal is written: with "ordered" right after its data, which needs a provider that keeps the
             order of writes; with "delivered" once its data has been delivered. "auto" is "ordered" if the provider
@@ -225,6 +237,7 @@ class FabricOptions(_FromEnvironment):
 
     provider: str | None = None
     interface: str | None = None
+    interfaces: tuple[str, ...] | None = None
     depth: int = 256
     signal: str = "auto"
     gpu_writes: str = "auto"
@@ -233,6 +246,7 @@ class FabricOptions(_FromEnvironment):
     streams: int | None = None
 
     _owner, _name = "the fabric", "a name"
+    _names, _most_names = ("interface", "interfaces"), 32
     _variable = "PROXYCCL_FABRIC"
     _choices = {  # noqa: RUF012  the base class declares a ClassVar
         "signal": ("auto", "ordered", "delivered"),
@@ -259,7 +273,7 @@ class RemoteSetup(Struct, frozen=True):
         runtime: the runtime whose device memory peers access.
         segment: the rank's control segment.
         signals: byte range, in the control segment, of the words that peers' proxies may signal.
-        near: the place that the device should be near (`placement.Near`).
+        near: the place that the device should be near.
         local_rank: the rank's number on its host.
         core_share: cores that the rank's threads may keep busy.
     """
@@ -267,6 +281,6 @@ class RemoteSetup(Struct, frozen=True):
     runtime: Runtime
     segment: PinnedMemory
     signals: range
-    near: Near
+    near: Place
     local_rank: int
     core_share: int

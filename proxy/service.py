@@ -23,7 +23,7 @@ from proxyccl.proxy.interface import Connection, HandleProvider, Handler, ProxyF
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description, Publication
 from proxyccl.proxy.observe.segment import ObservedSegment
-from proxyccl.proxy.placement import Near
+from proxyccl.proxy.placement import Place
 from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
 from proxyccl.proxy.ring import Fifo, Ring
 from proxyccl.proxy.schedule import Schedule, ScheduleWait
@@ -285,7 +285,7 @@ class ProxyService(ProxyWords):
         options: TransportOptions,
         signals: range,
         *,
-        near: Near,
+        near: Place,
         local_rank: int,
         core_share: int,
     ) -> ServiceRemote:
@@ -295,7 +295,7 @@ class ProxyService(ProxyWords):
         Args:
             options: the network device to use, and the device's settings.
             signals: byte range, in the control segment, of the words that peers' proxies may signal.
-            near: the place that the device should be near (`placement.Near`).
+            near: the place that the device should be near.
             local_rank: the rank's number on its host.
             core_share: cores that the rank's threads may keep busy.
 
@@ -531,7 +531,8 @@ class ProxyService(ProxyWords):
         reason = ffi.string(info.reason).decode() if info.reason else ""
         if connection is not None and info.code == native.PROXYCCL_ERROR_TRANSPORT:
             transport = find_transport(connection.transport)
-            meaning = filter(None, (transport.status_text(info.status), transport.error_text(info.connection)))
+            message = ffi.string(lib.proxyccl_connection_error_text(info.connection)).decode(errors="replace")
+            meaning = filter(None, (transport.status_text(info.status), message))
             reason = ": ".join((reason, *meaning))
         words, offset = None, 0
         if of_trigger:

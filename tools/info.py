@@ -43,14 +43,14 @@ from proxyccl.device.runtimes import RUNTIMES, find_runtime, open_driver, open_r
 from proxyccl.device.shown_text import shown
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.fabric import library, requirements
-from proxyccl.proxy.fabric.library import choose_offer
+from proxyccl.proxy.fabric.library import choose_offers
 from proxyccl.proxy.observe.rates import Watch
-from proxyccl.proxy.placement import KINDS, SYSFS, Near, numa_nodes, place_of
+from proxyccl.proxy.placement import KINDS, SYSFS, Place, numa_nodes, process_numa_node
 from proxyccl.proxy.processes import process_name
 from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions
 from proxyccl.proxy.thread import IdlePolicy, choose_idle
 from proxyccl.proxy.verbs import pyverbs_api
-from proxyccl.proxy.verbs.devices import choose_device, placed_ports, rdma_devices
+from proxyccl.proxy.verbs.devices import active_ports, choose_devices, placed_ports, rdma_devices
 from proxyccl.proxy.verbs.requirements import missing
 from proxyccl.tools.results import Fields, machine, own_version, versions
 from proxyccl.tools.top import share_of_a_core
@@ -196,18 +196,18 @@ def _rdma(root: Path = SYSFS) -> list[Finding]:
         advice = f"ranks on one machine need no RDMA; to try it without a NIC: {rehearse}"
         findings.append(Finding("RDMA", "missing", False, lacks, advice))
     elif root == SYSFS:
-        findings.append(_device_memory())
+        findings += _device_memory()
     return findings
 
 
-def _placement(places: dict[str, Near], root: Path = SYSFS) -> list[Finding]:
+def _placement(places: dict[str, Place], root: Path = SYSFS) -> list[Finding]:
     """Returns, for each place, the usable adapters by nearness; the first adapter is the default of the place's first
     rank.
     """
     devices, findings = rdma_devices(root), []
     for name, near in places.items():
         groups: dict[str, list[str]] = {}
-        for nearness, device, port in placed_ports(devices, near, root):
+        for nearness, device, port in placed_ports(active_ports(devices), near, root):
             groups.setdefault(KINDS[nearness.kind], []).append(f"{device.name} port {port.number} {port.rate:g} Gbit/s")
         if groups:
             detail = "; ".join(f"{kind}: {', '.join(ports)}" for kind, ports in groups.items())
@@ -215,33 +215,36 @@ def _placement(places: dict[str, Near], root: Path = SYSFS) -> list[Finding]:
     return findings
 
 
-def _places(root: Path = SYSFS) -> dict[str, Near]:
+def _places(root: Path = SYSFS) -> dict[str, Place]:
     """Returns the places of ranks: this machine's GPUs by name, or its NUMA nodes if it has no GPU."""
-    gpus: dict[str, Near] = {
-        f"{name}:{i}": place_of(driver.device(i).pci_address, root)
+    bound = process_numa_node(root)
+    gpus = {
+        f"{name}:{i}": Place(driver.device(i).pci_address, bound)
         for name, driver, count in _drivers()
         for i in range(count)
     }
-    return gpus or {f"NUMA node {node}": node for node in numa_nodes(root)}
+    return gpus or {f"NUMA node {node}": Place(node=node) for node in numa_nodes(root)}
 
 
-def _device_memory() -> Finding:
+def _device_memory() -> Iterator[Finding]:
+    """Finds, for each adapter that a rank on the default device would use, whether it reaches the device's memory."""
     from proxyccl.proxy.verbs.endpoint import VerbsDevice  # imported here, because few machines have an RDMA device
     from proxyccl.proxy.verbs.registrations import Registrations
 
     try:
         options = RdmaOptions.from_environment()
         runtime = open_runtime(None)
-        choice = choose_device(rdma_devices(), options, place_of(runtime.pci_address))
-        with VerbsDevice.open(choice, options) as device:
-            refused = Registrations(device).unsupported_reason(runtime, options.gpu_writes)
+        name = f"memory of {runtime.name}:{runtime.device}"
+        for choice in choose_devices(rdma_devices(), options, Place(runtime.pci_address, process_numa_node())):
+            with VerbsDevice.open(choice, options) as device:
+                refused = Registrations(device).unsupported_reason(runtime, options.gpu_writes)
+            if refused:
+                advice = "no action needed: the transport staged moves data through pinned memory of the host"
+                yield Finding("RDMA", "memory", False, f"{device.name} cannot reach {name}: {refused}", advice)
+            else:
+                yield Finding("RDMA", "memory", True, f"{device.name} reaches {name}: transport verbs")
     except ProxyCCLError as error:
-        return Finding("RDMA", "memory", False, str(error))
-    name = f"memory of {runtime.name}:{runtime.device}"
-    if not refused:
-        return Finding("RDMA", "memory", True, f"{device.name} reaches {name}: transport verbs")
-    advice = "no action needed: the transport staged moves data through pinned memory of the host"
-    return Finding("RDMA", "memory", False, f"{device.name} cannot reach {name}: {refused}", advice)
+        yield Finding("RDMA", "memory", False, str(error))
 
 
 def _fabric() -> list[Finding]:
@@ -252,10 +255,11 @@ def _fabric() -> list[Finding]:
     try:
         offers = library.fabric_offers(device_memory=True)
         found += [Finding("Fabric", offer.provider, offer.remote, offer.facts) for offer in offers]
-        chosen = choose_offer(offers, FabricOptions.from_environment())
+        chosen = choose_offers(offers, FabricOptions.from_environment(), Place(node=process_numa_node()))
     except ProxyCCLError as error:
         return [*found, Finding("Fabric", "choice", False, str(error))]
-    return [*found, Finding("Fabric", "choice", True, f"transport fabric between hosts without RDMA: {chosen}")]
+    detail = f"transport fabric between hosts without RDMA: {'; '.join(map(str, chosen))}"
+    return [*found, Finding("Fabric", "choice", True, detail)]
 
 
 def _mpi() -> list[Finding]:

@@ -22,7 +22,7 @@ from proxyccl.device.runtime import Runtime
 from proxyccl.proxy._transfers import ffi
 from proxyccl.proxy.codec import Message, ProtocolError, Uint64
 from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint
-from proxyccl.proxy.fabric.library import choose_offer, fabric_offers
+from proxyccl.proxy.fabric.library import choose_offers, fabric_offers
 from proxyccl.proxy.registrations import Registration
 from proxyccl.proxy.remote_options import FabricOptions
 
@@ -92,7 +92,7 @@ class AgentFabric:
     def __init__(self, options: FabricOptions, *, devices: bool) -> None:
         self._options = options
         offers = fabric_offers(device_memory=devices)
-        self.endpoint = FabricEndpoint(choose_offer(offers, options), options, waits=True)
+        self.endpoint = FabricEndpoint(choose_offers(offers, options)[0], options, waits=True)
         if not self.endpoint.offer.reads:
             self.endpoint.close()
             raise RuntimeUnavailableError(f"{self.endpoint.offer} does not read peers' memory")

@@ -32,7 +32,7 @@ from proxyccl.proxy.interface import (
 )
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.segment import ObservedSegment
-from proxyccl.proxy.placement import Near
+from proxyccl.proxy.placement import Place
 from proxyccl.proxy.remote_options import TransportOptions
 from proxyccl.proxy.ring import Fifo, require_ring_size
 from proxyccl.proxy.schedule import ScheduleWait
@@ -305,7 +305,7 @@ class DaemonClient(ProxyWords):
         options: TransportOptions,
         signals: range,
         *,
-        near: Near,
+        near: Place,
         local_rank: int,
         core_share: int,
     ) -> DaemonRemote:

@@ -19,6 +19,7 @@ from proxyccl.proxy.daemon.protocol import CONTROL_BYTES, method
 from proxyccl.proxy.daemon.session_memories import REST_SECONDS, SessionMemories
 from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, ProxyFailure
 from proxyccl.proxy.observe.publications import Description
+from proxyccl.proxy.placement import Place
 from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions, TransportOptions
 from proxyccl.proxy.ring import Ring, ring_bytes
 from proxyccl.proxy.schedule import Schedule
@@ -36,6 +37,7 @@ _PCI_ADDRESS = "^[0-9a-f]+:[0-9a-f]{2}:[0-9a-f]{2}[.][0-7]$"
 _SEMAPHORES_BYTES = _SEMAPHORE_BYTES * MAX_CHANNELS
 
 Rank = Annotated[int, Meta(ge=0, le=2**31)]
+Options = dict[str, str | int | list[str] | None]
 MemoryId = Annotated[int, Meta(ge=0, le=MAX_MEMORIES - 1)]
 ScheduleNumber = Annotated[int, Meta(ge=1, le=MAX_SCHEDULES - 1)]
 ChannelId = Annotated[int, Meta(ge=0, le=MAX_CHANNELS - 1)]
@@ -286,10 +288,10 @@ class SessionService:
     @method()
     def open_remote(
         self,
-        rdma: dict[str, str | int | list[str] | None],
-        fabric: dict[str, str | int | None],
+        rdma: Options,
+        fabric: Options,
         signals: tuple[SegmentOffset, SegmentOffset],
-        near: Annotated[int, Meta(ge=0, le=2**16)] | Annotated[str, Meta(pattern=_PCI_ADDRESS)] | None,
+        near: tuple[Annotated[str, Meta(pattern=_PCI_ADDRESS)] | None, Annotated[int, Meta(ge=0, le=2**16)] | None],
         local_rank: Rank,
         core_share: Annotated[int, Meta(ge=1, le=2**16)],
     ) -> None:
@@ -300,7 +302,7 @@ class SessionService:
             raise ProtocolError("open_remote: a network device is open already")
         options = TransportOptions(_from_fields(RdmaOptions, rdma), _from_fields(FabricOptions, fabric))
         self._remote = self.proxy.open_remote(
-            options, range(*signals), near=near, local_rank=local_rank, core_share=core_share
+            options, range(*signals), near=Place(*near), local_rank=local_rank, core_share=core_share
         )
 
     @property

@@ -271,7 +271,7 @@ static void fabric_destroy(ProxycclConnection *base) { free(base); }
 
 int proxyccl_fabric_built(void) { return 1; }
 
-const char *proxyccl_fabric_error_text(const ProxycclConnection *connection) {
+static const char *fabric_error_text(const ProxycclConnection *connection) {
   return ((const FabricConnection *)connection)->text;
 }
 
@@ -316,6 +316,7 @@ const ProxycclTransport proxyccl_fabric_transport = {
     .signal = queued_signal,
     .flush = fabric_flush,
     .poll = fabric_poll,
+    .error_text = fabric_error_text,
     .idle = fabric_idle,
     .destroy = fabric_destroy,
 };
@@ -323,11 +324,6 @@ const ProxycclTransport proxyccl_fabric_transport = {
 #else
 
 int proxyccl_fabric_built(void) { return 0; }
-
-const char *proxyccl_fabric_error_text(const ProxycclConnection *connection) {
-  (void)connection;
-  return "";
-}
 
 static ProxycclConnection *fabric_create(const void *options, const ProxycclRuntimeTable *runtime,
                                          const char **refused) {

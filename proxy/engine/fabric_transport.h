@@ -44,9 +44,4 @@ part */
 /* Returns 1 if this build has the transport, which needs libfabric's headers. */
 int proxyccl_fabric_built(void);
 
-typedef struct ProxycclConnection ProxycclConnection;
-
-/* Returns the provider's message about the error that ended a connection of this transport; "" if there is none. */
-const char *proxyccl_fabric_error_text(const ProxycclConnection *connection);
-
 #endif

@@ -22,9 +22,11 @@ enum { WR_FLUSH_ERR = 5 }; /* an ibv_wc_status */
 typedef struct {
   ProxycclConnection *wire;
   uint64_t first, last; /* the rail's outstanding parts are numbered from `first` to `last` - 1 */
-  uint64_t done;        /* number of complete parts; the wire's flushes store it */
+  uint64_t done;        /* number of complete parts */
   uint64_t marked;      /* number of parts before the newest flush */
   uint64_t counted;     /* the value that the peer's word `executed` gets from the requests posted so far */
+  uint64_t hurried;     /* number of parts before the newest flush for which the wire hurries */
+  uint64_t answered;    /* the word of that flush, which nothing reads */
   uint32_t speed;
   ProxycclVerbsOptions options;
   Operation parts[PARTS];
@@ -115,15 +117,17 @@ static int waits_for_others(const RailsConnection *self, uint32_t rail, const Op
   return 0;
 }
 
-/* A part takes at most four operations of the wire: a value, a count before and after it, and a flush. */
+/* A part takes at most four operations of a wire: over `verbs` a value, a count before and after it, and a flush; over
+ * `fabric` its own, a mark and the flush of `hurry`. */
 static int has_room(const Rail *rail) {
   return rail->last - rail->first < PARTS && rail->wire->transport->ready(rail->wire) > 1;
 }
 
-/* Makes the wire tell when all parts so far are complete. */
+/* Makes the wire tell when all parts so far are complete. The word is the one of which `fabric` assumes that no thread
+ * waits for it, so that the wire does not ask for a completion of each part. */
 static int mark(Rail *rail) {
   rail->marked = rail->last;
-  return rail->wire->transport->flush(rail->wire, &rail->done, rail->marked);
+  return rail->wire->transport->flush(rail->wire, &rail->wire->progress.completed, rail->marked);
 }
 
 static uint64_t key_of(uint64_t keys, uint32_t rail) { return keys >> (32 * rail) & 0xffffffffu; }
@@ -214,6 +218,19 @@ static int has_failed(const RailsConnection *self, uint32_t rail) {
 
 static int has_other_failed(const RailsConnection *self, uint32_t rail) { return has_failed(self, 1 - rail); }
 
+/* Makes the wires of `fabric` ask for the completion of all parts so far, because an operation or a thread waits. */
+static int hurry(RailsConnection *self) {
+  int status = 0;
+  for (uint32_t i = 0; i < RAILS && self->options.over_fabric && status == 0; ++i) {
+    Rail *rail = &self->rails[i];
+    if (!is_busy(rail) || rail->hurried == rail->last) continue;
+    rail->hurried = rail->last;
+    if (rail->marked != rail->last) status = mark(rail);
+    if (status == 0) status = rail->wire->transport->flush(rail->wire, &rail->answered, rail->last);
+  }
+  return status;
+}
+
 /* Posts operations in order until one must wait. */
 static int issue(ProxycclConnection *base) {
   RailsConnection *self = self_of(base);
@@ -224,6 +241,7 @@ static int issue(ProxycclConnection *base) {
       posted = flushes_push(&self->queue.flushes, operation, self->made, completed(self));
       for (uint32_t i = 0; i < RAILS && status == 0; ++i)
         if (self->rails[i].marked != self->rails[i].last && !has_failed(self, i)) status = mark(&self->rails[i]);
+      if (status == 0 && operation->flushed != &base->progress.completed) status = hurry(self);
     } else if (operation->bytes >= self->cut) {
       status = post_cut(self, operation, &posted);
     } else if (has_room(&self->rails[self->home]) && !waits_for_others(self, self->home, operation)) {
@@ -231,17 +249,22 @@ static int issue(ProxycclConnection *base) {
       status = post(self, self->home, operation);
     }
     if (status != 0) return status;
-    if (!posted) return 0;
+    if (!posted) return hurry(self);
     operations_pop(&self->queue.operations);
   }
   return 0;
 }
 
-/* Polls a rail's wire, and removes complete parts. */
+static void remove_complete(Rail *rail) {
+  if (rail->wire->progress.completed > rail->done) rail->done = rail->wire->progress.completed;
+  rail->first = rail->done;
+}
+
+/* Polls a rail's wire, and removes complete parts, also if the wire has failed after them. */
 static int poll_rail(Rail *rail, uint32_t *progress) {
   const int status = rail->wire->transport->poll(rail->wire, progress);
+  remove_complete(rail);
   if (status != 0) return status;
-  rail->first = rail->done;
   return is_busy(rail) && rail->done == rail->marked ? mark(rail) : 0;
 }
 
@@ -365,7 +388,7 @@ static int recover(RailsConnection *self, uint32_t *progress) {
       return tell_down(self, by);
     case WAITING:
       if (word_load(&self->mail->down[self->failed]) < self->failures) return 0;
-      failed->first = failed->done;
+      remove_complete(failed);
       self->next = failed->first;
       self->finished = 0;
       enter(self, READING);
@@ -507,6 +530,13 @@ void proxyccl_rails_reconnected(ProxycclConnection *base, uint64_t failure) {
   word_store(&self_of(base)->connected, failure);
 }
 
+static const char *rails_error_text(const ProxycclConnection *base) {
+  const RailsConnection *self = (const RailsConnection *)base;
+  const char *text = "";
+  for (uint32_t i = 0; i < RAILS && *text == 0; ++i) text = proxyccl_connection_error_text(self->rails[i].wire);
+  return text;
+}
+
 static void rails_destroy(ProxycclConnection *base) {
   RailsConnection *self = self_of(base);
   for (uint32_t i = 0; i < RAILS; ++i)
@@ -534,8 +564,13 @@ static ProxycclConnection *rails_create(const void *given, const ProxycclRuntime
   for (uint32_t i = 0; i < RAILS; ++i) {
     Rail *rail = &self->rails[i];
     rail->speed = options->speeds[i];
-    rail->options = *(const ProxycclVerbsOptions *)options->options[i];
-    rail->wire = proxyccl_connection_create("verbs", &rail->options, runtime, refused);
+    const void *given_options = options->options[i];
+    if (!options->over_fabric) {
+      rail->options = *(const ProxycclVerbsOptions *)given_options;
+      given_options = &rail->options;
+    }
+    rail->wire =
+        proxyccl_connection_create(options->over_fabric ? "fabric" : "verbs", given_options, runtime, refused);
     if (rail->wire == NULL) {
       rails_destroy(&self->queue.base);
       return NULL;
@@ -554,6 +589,7 @@ const ProxycclTransport proxyccl_rails_transport = {
     .signal = rails_signal,
     .flush = queued_flush,
     .poll = rails_poll,
+    .error_text = rails_error_text,
     .idle = rails_idle,
     .destroy = rails_destroy,
 };

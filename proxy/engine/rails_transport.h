@@ -1,5 +1,5 @@
-/* The transport `rails` moves data to a peer over two connections of the transport `verbs`, called rails. Each rail has
- * its own network adapter.
+/* The transport `rails` moves data to a peer over two connections of the transport `verbs` or `fabric`, called rails.
+ * Each rail has its own network adapter.
  *
  * A key of memory holds one key of 32 bits for each rail: that of rail 0 in the low bits. So memory has the same
  * address on all rails. */
@@ -28,7 +28,7 @@ typedef struct ProxycclRailsMail {
 } ProxycclRailsMail;
 
 typedef struct ProxycclRailsOptions {
-  const void *options[PROXYCCL_RAILS]; /* a ProxycclVerbsOptions for each rail */
+  const void *options[PROXYCCL_RAILS]; /* a ProxycclVerbsOptions or ProxycclFabricOptions for each rail */
   uint32_t speeds[PROXYCCL_RAILS];     /* the rails' relative speeds, from 1; a rail's part of a put is proportional */
   uint32_t cut;            /* puts and gets of at least this many bytes are cut into one part for each rail */
   uint64_t mail;           /* address of this rank's ProxycclRailsMail; 0 if a failed rail ends the connection */
@@ -37,6 +37,7 @@ typedef struct ProxycclRailsOptions {
   uint64_t peer_mail_keys; /* remote keys of `peer_mail` */
   uint32_t home;           /* number of the rail that carries short operations and signals */
   uint64_t limit_ns;       /* the recovery from a failure may take this long without a completion on the other rail */
+  uint32_t over_fabric;    /* 1 if the rails are connections of `fabric`; 0 if they are connections of `verbs` */
 } ProxycclRailsOptions;
 
 struct ProxycclConnection;

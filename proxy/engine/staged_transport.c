@@ -884,12 +884,12 @@ static ProxycclConnection *create_over(const ProxycclTransport *wire, const Prox
   return &self->queue.base;
 }
 
-const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *base) {
+static const char *staged_error_text(const ProxycclConnection *base) {
   const StagedConnection *self = (const StagedConnection *)base;
   uint32_t failed = 0;
   for (uint32_t i = 0; i < self->options.wire_count; ++i)
     if (shown_load(&self->wires[i].status) != 0) failed = i;
-  return proxyccl_fabric_error_text(self->wires[failed].link);
+  return proxyccl_connection_error_text(self->wires[failed].link);
 }
 
 /* Defines the staged transport `own_name`, whose wires are connections of the transport `wire_name`. */
@@ -911,6 +911,7 @@ const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *base) {
       .flush = queued_flush,                                                                                  \
       .release = staged_release,                                                                              \
       .poll = staged_poll,                                                                                    \
+      .error_text = staged_error_text,                                                                        \
       .idle = staged_idle,                                                                                    \
       .destroy = staged_destroy,                                                                              \
   };

@@ -89,9 +89,6 @@ typedef struct ProxycclWireThread {
  * means that the wire has no thread. Call this before the thread or the connection's worker uses the wire. */
 void proxyccl_staged_wire_set_thread(ProxycclConnection *wire, ProxycclWireThread *thread);
 
-/* Returns the provider's message about the error that ended a connection of `staged_fabric`; "" if there is none. */
-const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *connection);
-
 /* In a put's destination, `base` is the address of the memory in the peer's process, and the key is the index of the
  * peer's range. A signal's word is given by its address in the peer's process. */
 

@@ -70,6 +70,9 @@ typedef struct ProxycclTransport {
   /* Advances outstanding operations. Returns the status of an operation that failed, or 0. Adds the number of
    * completions to *progress. */
   int (*poll)(ProxycclConnection *self, uint32_t *progress);
+  /* Returns the provider's message about the error that ended the connection; "" if there is none. The pointer is NULL
+   * if the transport has no such messages. */
+  const char *(*error_text)(const ProxycclConnection *self);
   /* Returns 1 if nothing is outstanding. */
   int (*idle)(const ProxycclConnection *self);
   void (*destroy)(ProxycclConnection *self);

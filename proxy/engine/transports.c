@@ -19,4 +19,8 @@ ProxycclConnection *proxyccl_connection_create(const char *name, const void *opt
   return transport == NULL ? NULL : transport->create(options, runtime, refused);
 }
 
+const char *proxyccl_connection_error_text(const ProxycclConnection *connection) {
+  return connection->transport->error_text == NULL ? "" : connection->transport->error_text(connection);
+}
+
 void proxyccl_connection_destroy(ProxycclConnection *connection) { connection->transport->destroy(connection); }

@@ -17,5 +17,7 @@ PROXYCCL_TRANSPORTS(PROXYCCL_DECLARE_TRANSPORT)
 ProxycclConnection *proxyccl_connection_create(const char *name, const void *options,
                                                const ProxycclRuntimeTable *runtime, const char **refused);
 void proxyccl_connection_destroy(ProxycclConnection *connection);
+/* Returns the provider's message about the error that ended a connection; "" if there is none. */
+const char *proxyccl_connection_error_text(const ProxycclConnection *connection);
 
 #endif

@@ -18,8 +18,14 @@ from proxyccl.device.ffi_types import fill
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine
 from proxyccl.proxy.codec import Codec, Message, Uint32
-from proxyccl.proxy.fabric.library import FabricOffer, Library, choose_offer, fabric_offers, load
-from proxyccl.proxy.registrations import Registration, RegistrationCache, RemoteDevice, require_ordered
+from proxyccl.proxy.fabric.library import FabricOffer, Library, choose_offers, fabric_offers, load
+from proxyccl.proxy.registrations import (
+    RailRegistrations,
+    Registration,
+    RegistrationCache,
+    RemoteDevice,
+    require_ordered,
+)
 from proxyccl.proxy.remote_options import MOST_WIRES, FabricOptions, RemoteSetup
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -45,6 +51,7 @@ class FabricAddress(Message, frozen=True):
         address: the endpoint's address in that format.
         reads: whether peers may read memory that is registered with the endpoint.
         in_order: whether the bytes of one write reach this rank's memory in order.
+        interfaces: the number of interfaces that the rank uses; the peer must use the same number.
     """
 
     provider: Annotated[str, Meta(max_length=256)]
@@ -52,6 +59,7 @@ class FabricAddress(Message, frozen=True):
     address: Annotated[bytes, Meta(max_length=_ADDRESS_BYTES)]
     reads: bool = False
     in_order: bool = False
+    interfaces: Uint32 = 1
 
 
 ADDRESS = Codec(FabricAddress, 2048, "endpoint's address")
@@ -66,6 +74,8 @@ class FabricEndpoint(RegistrationCache):
         options: the endpoint's settings.
         waits: whether to open the completion queue with a file descriptor that becomes readable when there is a
             completion; ignored if the provider does not support such a descriptor.
+        interfaces: the number of interfaces that the rank uses. With several interfaces, keys have 32 bits
+            (`RailRegistrations`).
 
     Attributes:
         offer: the provider and its interface.
@@ -79,9 +89,11 @@ class FabricEndpoint(RegistrationCache):
         RuntimeUnavailableError: the provider can't open the endpoint; the message says why.
     """
 
-    def __init__(self, offer: FabricOffer, options: FabricOptions, *, waits: bool = False) -> None:
+    def __init__(self, offer: FabricOffer, options: FabricOptions, *, waits: bool = False, interfaces: int = 1) -> None:
         super().__init__()
         self.offer = offer
+        self._interfaces = interfaces
+        self._key_bits = 8 * min(offer.key_bytes, 8 if interfaces == 1 else 4)
         self.ordered = offer.ordered and options.signal != "delivered"
         self.joined = self.ordered and offer.parts >= lib.PROXYCCL_FABRIC_PARTS and options.signal == "auto"
         self.depth = min(options.depth, offer.depth)
@@ -108,7 +120,7 @@ class FabricEndpoint(RegistrationCache):
         self._check("fi_getname", lib.proxyccl_fabric_address(self._endpoint, room, size))
         raw = bytes(ffi.buffer(room, size[0]))
         offer = self.offer
-        return ADDRESS.encode(FabricAddress(offer.provider, offer.address_format, raw, offer.reads, offer.in_order))
+        return ADDRESS.encode(FabricAddress(*offer.kind, raw, offer.reads, offer.in_order, self._interfaces))
 
     def insert(self, peer: bytes) -> tuple[int, FabricAddress]:
         """Adds a peer to the address vector. Returns the peer's fi_addr_t and its decoded address. Raises the
@@ -119,12 +131,15 @@ class FabricEndpoint(RegistrationCache):
             theirs = ADDRESS.decode(peer, "the peer")
         except ProtocolError as error:
             raise ArgumentError("peer", f"not an endpoint's address: {error}") from None
-        if (theirs.provider, theirs.format) != (self.offer.provider, self.offer.address_format):
+        if (theirs.provider, theirs.format) != self.offer.kind:
             raise ArgumentError(
                 "peer",
                 f"it uses the provider {theirs.provider} with addresses of format {theirs.format}, and this rank "
                 f"{self.offer} of format {self.offer.address_format}; choose with the options provider and interface",
             )
+        if theirs.interfaces != self._interfaces:
+            counts = f"it uses {theirs.interfaces} interfaces, and this rank {self._interfaces}"
+            raise ArgumentError("peer", f"{counts}; expected the same number on all ranks (option interfaces)")
         known = ffi.new("uint64_t *")
         whole = theirs.address.ljust(_ADDRESS_BYTES, b"\0")  # providers read the full length of the address format
         self._check("fi_av_insert", lib.proxyccl_fabric_insert(self._endpoint, whole, known))
@@ -202,7 +217,7 @@ class FabricEndpoint(RegistrationCache):
         for _ in range(_KEY_TRIES):
             # If this rank chooses the key, the key is random, because any process that knows the key can write to the
             # memory.
-            key = 0 if self.offer.provider_keys else secrets.randbits(8 * min(self.offer.key_bytes, 8))
+            key = 0 if self.offer.provider_keys else secrets.randbits(self._key_bits)
             error = lib.proxyccl_fabric_register(self._endpoint, ptr, nbytes, key, owner, number, made)
             if error != _KEY_EXISTS:
                 break
@@ -254,11 +269,11 @@ class FabricEndpoint(RegistrationCache):
 
 
 class FabricContext(RemoteDevice):
-    """A rank's libfabric endpoints. The rank's control segment is registered with the first endpoint.
+    """A rank's libfabric endpoints.
 
     Attributes:
-        endpoint: the first endpoint, the only one for data that is not staged.
-        registered_segment: the registration of the control segment.
+        endpoints: one endpoint for each of the rank's interfaces, for data that is not staged.
+        registered_segment: the registration of the control segment with these endpoints.
         staged_peers: the number of peers for which staging areas were made.
 
     Raises:
@@ -274,28 +289,38 @@ class FabricContext(RemoteDevice):
         self.options = options
         self.staged_peers = 0
         offers = fabric_offers(device_memory=setup.runtime.name != "host")
-        self.endpoint = FabricEndpoint(choose_offer(offers, options, setup.near, local_rank=setup.local_rank), options)
-        self.registrations = self.endpoint
+        self._offers = choose_offers(offers, options, setup.near, local_rank=setup.local_rank)
+        self._opened: list[FabricEndpoint] = []
+        self._closing = contextlib.ExitStack()  # closes all endpoints, even if closing one fails
         with contextlib.ExitStack() as undo:
-            undo.callback(self.endpoint.close)
-            self.registered_segment = self.endpoint.register(setup.segment.host_ptr, setup.segment.nbytes)
+            undo.callback(self.close)
+            self.endpoints = self._open_endpoints(len(self._offers))
+            self.registrations: RegistrationCache = self.endpoints[0]
+            if len(self.endpoints) > 1:
+                self.registrations = RailRegistrations(self.endpoints)
+                self._closing.callback(self.registrations.close)
+            self.registered_segment = self.registrations.register(setup.segment.host_ptr, setup.segment.nbytes)
             undo.pop_all()
-        self._wire_endpoints = [self.endpoint]
+
+    def _open_endpoints(self, count: int) -> list[FabricEndpoint]:
+        """Returns `count` endpoints, of the interfaces in turns. Opens those that are not open yet."""
+        while len(self._opened) < count:
+            offer = self._offers[len(self._opened) % len(self._offers)]
+            self._opened.append(FabricEndpoint(offer, self.options, interfaces=len(self._offers)))
+            self._closing.callback(self._opened[-1].close)
+        return self._opened[:count]
 
     def wire_endpoints(self) -> list[FabricEndpoint]:
-        """Returns the `FabricOptions.streams` endpoints for staged data, all of the same offer. The first call opens
-        all but the first endpoint, and raises the constructor's exceptions.
+        """Returns the endpoints for staged data: `FabricOptions.streams`, rounded up to the same number for each
+        interface, of the interfaces in turns. The first call opens most of the endpoints, and raises the constructor's
+        exceptions.
         """
-        offer, made = self.endpoint.offer, self._wire_endpoints
-        streams = self.options.streams or (default_streams(self.setup.core_share) if offer.is_stream else 1)
-        while len(made) < streams:
-            made.append(FabricEndpoint(offer, self.options))
-        return made
+        is_stream, interfaces = self._offers[0].is_stream, len(self._offers)
+        streams = self.options.streams or (default_streams(self.setup.core_share) if is_stream else 1)
+        return self._open_endpoints(-(-streams // interfaces) * interfaces)
 
     def close(self) -> None:
-        with contextlib.ExitStack() as steps:  # closes all endpoints, even if closing one fails
-            for endpoint in self._wire_endpoints:
-                steps.callback(endpoint.close)
+        self._closing.close()
 
 
 def default_streams(core_share: int) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import ipaddress
 import itertools
@@ -21,12 +22,15 @@ from typing import Any
 from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.requirements import INSTALL, library_name
-from proxyccl.proxy.placement import SYSFS, Near, NearnessTo, numa_node_of, pci_path
-from proxyccl.proxy.remote_options import FabricOptions
+from proxyccl.proxy.placement import NOWHERE, SYSFS, Nearness, NearnessTo, Place, numa_node_of, pci_path
+from proxyccl.proxy.remote_options import RAILS, FabricOptions
 
 ffi, lib = _engine.ffi, _engine.lib
 
 _FUNCTIONS = ("fi_getinfo", "fi_freeinfo", "fi_dupinfo", "fi_fabric")
+_FLAGS = ("ordered", "reads", "remote", "device_memory", "virtual_keys", "provider_keys")
+_NUMBERS = ("address_format", "parts", "key_bytes", "depth", "max_message")
+"""Fields that a FabricOffer copies from the engine's ProxycclFabricOffer."""
 _SIGACTION_BYTES = 256  # at least the size of C's struct sigaction
 _NO_DATA = 61
 """FI_ENODATA, libfabric's error if no provider has a matching offer."""
@@ -162,6 +166,11 @@ class FabricOffer:
     source: tuple[Any, int]
 
     @property
+    def kind(self) -> tuple[str, int]:
+        """The provider and the format of addresses, which two connected ranks must have in common."""
+        return self.provider, self.address_format
+
+    @property
     def in_order(self) -> bool:
         """Whether the bytes of one write reach this host's memory in order. libfabric has a flag for this order
         (FI_ORDER_DATA), but hardly any provider sets the flag.
@@ -231,25 +240,15 @@ def _ask(*, ordered: bool, reads: bool, device_memory: bool) -> Iterator[FabricO
     native = ffi.new("ProxycclFabricOffer *")
     number = 0
     while lib.proxyccl_fabric_offer(offers, number, native):
+        source = bytes(ffi.buffer(native.source, native.source_bytes)) if native.source else b""
         yield FabricOffer(
             provider=_text(native.provider),
             domain=_text(native.domain),
-            address=_ip_address(native.address_format, bytes(ffi.buffer(native.source, native.source_bytes)))
-            if native.source
-            else None,
-            address_format=native.address_format,
-            ordered=bool(native.ordered),
-            parts=native.parts,
-            reads=bool(native.reads),
-            remote=bool(native.remote),
-            device_memory=bool(native.device_memory),
-            virtual_keys=bool(native.virtual_keys),
-            provider_keys=bool(native.provider_keys),
-            key_bytes=native.key_bytes,
-            depth=native.depth,
-            max_message=native.max_message,
+            address=_ip_address(native.address_format, source),
             rate=native.bits_per_second / 1e9,
             source=(offers, number),
+            **{name: bool(getattr(native, name)) for name in _FLAGS},
+            **{name: getattr(native, name) for name in _NUMBERS},
         )
         number += 1
 
@@ -270,7 +269,7 @@ def _ip_address(address_format: int, raw: bytes) -> ipaddress.IPv4Address | ipad
 def choose_offer(
     offers: list[FabricOffer],
     options: FabricOptions,
-    near: Near = None,
+    near: Place = NOWHERE,
     *,
     local_rank: int = 0,
     root: Path = SYSFS,
@@ -280,7 +279,7 @@ def choose_offer(
     Skips interfaces with loopback or link-local addresses, and prefers IPv4 to IPv6. If the provider's interfaces have
     no IP addresses, chooses among the interfaces that are nearest to the rank's place `near`, over which `local_rank`
     distributes the ranks of a host. Interfaces with IP addresses may belong to separate networks, so all ranks use the
-    first such interface. Distances are read from sysfs, which is mounted at `root`.
+    first such interface. Distances are read from sysfs, which is mounted at `root`. Ignores `options.interfaces`.
 
     Raises:
         ArgumentError: no provider or interface matches the options; the message names the option.
@@ -312,18 +311,49 @@ def choose_offer(
     best = min(usable, key=_remoteness)
     if best.address is not None:
         return best
-    nearness, devices = NearnessTo(near, root), root / "class/infiniband"
-    names = os.listdir(devices) if devices.is_dir() else []
-    of_offers = []
-    for offer in usable:
-        if offer.provider == best.provider and offer.address is None:
-            # A domain is named for its device, such as "rdmap79s0-rdm" for the device "rdmap79s0".
-            name = max((name for name in names if offer.domain.startswith(name)), key=len, default="")
-            device = devices / name / "device"
-            of_offers.append((nearness(pci_path(device), numa_node_of(device)), offer))
-    nearest = min(how_near for how_near, _ in of_offers)
-    equals = [offer for how_near, offer in of_offers if how_near == nearest]
-    return equals[local_rank % len(equals)]
+    peers = [offer for offer in usable if offer.provider == best.provider and offer.address is None]
+    return _by_nearness(peers, near, root, local_rank)[0]
+
+
+def choose_offers(
+    offers: list[FabricOffer],
+    options: FabricOptions,
+    near: Place = NOWHERE,
+    *,
+    local_rank: int = 0,
+    root: Path = SYSFS,
+) -> list[FabricOffer]:
+    """Returns the offers of a rank's interfaces: of the `options.interfaces`, the two that are nearest to `near`, in
+    the order of their names; without `interfaces`, one offer. The arguments and the errors are those of `choose_offer`.
+    """
+    chosen = []
+    for name in options.interfaces or ():
+        whole = any(offer.domain == name for offer in offers)
+        one = dataclasses.replace(options, interfaces=None, interface=f"={name}" if whole else name)
+        chosen.append(choose_offer(offers, one, near, local_rank=local_rank, root=root))
+    if not chosen:
+        return [choose_offer(offers, options, near, local_rank=local_rank, root=root)]
+    if len({offer.domain for offer in chosen}) < len(chosen) or len({offer.kind for offer in chosen}) > 1:
+        raise ArgumentError("interfaces", f"must name different interfaces of one provider, not {_listed(chosen)}")
+    return sorted(_by_nearness(chosen, near, root, RAILS * local_rank)[:RAILS], key=chosen.index)
+
+
+def _by_nearness(offers: list[FabricOffer], near: Place, root: Path, turn: int) -> list[FabricOffer]:
+    """Sorts offers by how near their devices are to a place. Equally near offers are rotated by `turn`."""
+    nearness, adapters = NearnessTo(near, root), root / "class/infiniband"
+    names = os.listdir(adapters) if adapters.is_dir() else []
+
+    def how_near(offer: FabricOffer) -> Nearness:
+        # A domain is named for its device, such as "rdmap79s0-rdm" for the device "rdmap79s0".
+        name = max((name for name in names if offer.domain.startswith(name)), key=len, default=None)
+        device = (adapters / name if name is not None else root / "class/net" / offer.domain) / "device"
+        return nearness(pci_path(device), numa_node_of(device))
+
+    found: list[FabricOffer] = []
+    for _, group in itertools.groupby(sorted(offers, key=how_near), how_near):
+        equals = list(group)
+        found += equals[turn % len(equals) :] + equals[: turn % len(equals)]
+    return found
 
 
 def _is_confined(offer: FabricOffer) -> bool:

@@ -14,10 +14,19 @@ from typing import TYPE_CHECKING, Any
 from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.requirements import NEEDS, missing
-from proxyccl.proxy.interface import EndpointInfo
+from proxyccl.proxy.interface import EndpointInfo, EndpointWire
+from proxyccl.proxy.registrations import rail_key
 from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
 from proxyccl.proxy.transports.staged_connection import StagedEndpoint, Wire, staged_over
-from proxyccl.proxy.transports.transport import EngineConnection, RemoteFunctions, Transport, create, require_unstaged
+from proxyccl.proxy.transports.transport import (
+    EngineConnection,
+    EngineRuntime,
+    RemoteFunctions,
+    Transport,
+    create,
+    require_unstaged,
+)
+from proxyccl.proxy.transports.verbs import RailsOptions
 
 if TYPE_CHECKING:  # imported at run time only when the endpoint is opened
     from proxyccl.proxy.fabric.endpoint import FabricContext, FabricEndpoint
@@ -46,19 +55,27 @@ def _status_text(status: int) -> str:
         return f"libfabric's error {error}"
 
 
-def _error_text(connection: Any) -> str:
-    return ffi.string(lib.proxyccl_fabric_error_text(connection)).decode(errors="replace")
-
-
 class _Endpoint:
     def __init__(self, device: FabricContext) -> None:
         self._device = device
         segment = device.registered_segment
-        self.info = EndpointInfo(device.endpoint.address, segment.address, segment.key)
+        first, *more = [endpoint.address for endpoint in device.endpoints]
+        wires = tuple(EndpointWire(address, 0, 0) for address in more)
+        self.info = EndpointInfo(first, segment.address, segment.key, more=wires)
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
         require_unstaged(theirs)
-        return self._device.endpoint.connect(theirs.endpoint, theirs.rkey)
+        endpoints = self._device.endpoints
+        if len(endpoints) == 1:
+            return endpoints[0].connect(theirs.endpoint, theirs.rkey)
+        rails = [
+            endpoint.connect(end.endpoint, rail_key(theirs.rkey, number))
+            for number, (endpoint, end) in enumerate(zip(endpoints, theirs.wires(), strict=True))
+        ]
+        rates = [int(endpoint.offer.rate) for endpoint in endpoints]
+        speeds = rates if all(rates) else [1] * len(rates)  # a provider need not know an interface's rate
+        home = self._device.next_home(len(rails))
+        return RailsOptions.of(rails, speeds, over_fabric=True, home=home)
 
     def close(self) -> None:
         """Does nothing, because the device owns and closes the endpoint."""
@@ -70,12 +87,17 @@ def _open(setup: RemoteSetup, options: TransportOptions) -> FabricContext:
     return FabricContext(setup, options.fabric)
 
 
+def _connect(engine: EngineRuntime, options: Any) -> EngineConnection:
+    if isinstance(options, RailsOptions):
+        return options.connect(engine, NEEDS)
+    return EngineConnection(create(engine, "fabric", options, needs=NEEDS))
+
+
 TRANSPORT = Transport(
     name="fabric",
-    connect=lambda engine, options: EngineConnection(create(engine, "fabric", options, needs=NEEDS)),
+    connect=_connect,
     status_text=_status_text,
     statuses=range(lib.PROXYCCL_FABRIC_FAILED, 2 * lib.PROXYCCL_FABRIC_FAILED),
-    error_text=_error_text,
     remote=RemoteFunctions(
         missing=missing,
         open=_open,
@@ -85,10 +107,6 @@ TRANSPORT = Transport(
         rehearses=False,
     ),
 )
-
-
-def _staged_error_text(connection: Any) -> str:
-    return ffi.string(lib.proxyccl_staged_fabric_error_text(connection)).decode(errors="replace")
 
 
 def _wire(endpoint: FabricEndpoint, number: int) -> Wire:
@@ -125,7 +143,9 @@ def first_wire(wires: int, peers: int) -> int:
 def _make_staged_endpoint(device: FabricContext) -> StagedEndpoint:
     options, endpoints = device.options, device.wire_endpoints()
     device.staged_peers += 1
-    first = first_wire(len(endpoints), device.staged_peers)
+    interfaces = len(device.endpoints)
+    # `first` is a multiple of `interfaces`, so that both ranks of a pair use the same interface for a wire.
+    first = first_wire(len(endpoints) // interfaces, device.staged_peers) * interfaces
     numbered = [*enumerate(endpoints)]
     wires = numbered[first:] + numbered[:first]
     ring_bytes = options.staging_bytes or default_ring(len(endpoints), device.staged_peers)
@@ -135,10 +155,8 @@ def _make_staged_endpoint(device: FabricContext) -> StagedEndpoint:
         lambda: [_wire(endpoint, number) for number, endpoint in wires],
         ring_bytes=ring_bytes,
         chunk_bytes=options.staging_chunk,
-        credits_tell=device.endpoint.offer.is_stream,
+        credits_tell=device.endpoints[0].offer.is_stream,
     )
 
 
-STAGED = staged_over(
-    TRANSPORT, "staged_fabric", needs=NEEDS, make_endpoint=_make_staged_endpoint, error_text=_staged_error_text
-)
+STAGED = staged_over(TRANSPORT, "staged_fabric", needs=NEEDS, make_endpoint=_make_staged_endpoint)

@@ -210,11 +210,9 @@ def staged_over(
     needs: str,
     make_endpoint: Callable[[Any], StagedEndpoint],
     statuses: range = range(0),
-    error_text: Callable[[Any], str] | None = None,
 ) -> Transport:
     """Makes the staged transport whose wires are connections of the transport `wire`. `needs`: a text with the build
-    requirements of `wire`. `make_endpoint`, `statuses` and `error_text` are fields of the new transport; `error_text`
-    defaults to the field of `wire`.
+    requirements of `wire`. `make_endpoint` and `statuses` are fields of the new transport.
     """
     assert wire.remote is not None  # a wire's transport is always remote
     return Transport(
@@ -222,7 +220,6 @@ def staged_over(
         connect=lambda engine, options: _connect(engine, name, options, needs),
         status_text=lambda status: _status_text(status) if status in STATUSES else wire.status_text(status),
         statuses=statuses,
-        error_text=error_text or wire.error_text,
         remote=replace(
             wire.remote,
             make_endpoint=make_endpoint,

@@ -168,7 +168,6 @@ class Transport(Struct, frozen=True):
         connect: makes a connection of the engine from the transport's options.
         status_text: returns a status of the transport in words; "" for a status that comes from the GPU's driver.
         statuses: the statuses that no other transport returns.
-        error_text: returns further information about the error that ended a connection; "" if there is none.
         remote: the functions of a remote transport; None for a transport within a host.
     """
 
@@ -177,7 +176,6 @@ class Transport(Struct, frozen=True):
     status_text: Callable[[int], str] = lambda _: ""
     statuses: range = range(0)
     remote: RemoteFunctions | None = None
-    error_text: Callable[[Any], str] = lambda _: ""
 
     @property
     def is_remote(self) -> bool:

@@ -92,8 +92,8 @@ class RailsOptions(Struct, frozen=True):
 
     Attributes:
         native: a ProxycclRailsOptions.
-        options: the ProxycclVerbsOptions of each rail.
-        rails: the rails, which the service watches.
+        options: the ProxycclVerbsOptions or ProxycclFabricOptions of each rail.
+        rails: the rails, which the service watches; () if no rail can be connected again.
     """
 
     native: Any
@@ -101,18 +101,24 @@ class RailsOptions(Struct, frozen=True):
     rails: tuple[Rail, ...] = ()
 
     @classmethod
-    def of(cls, options: Sequence[Any], speeds: Sequence[int], rails: Sequence[Rail], **fields: int) -> RailsOptions:
+    def of(
+        cls, options: Sequence[Any], speeds: Sequence[int], rails: Sequence[Rail] = (), **fields: int
+    ) -> RailsOptions:
         """Makes options; `fields` are other fields of ProxycclRailsOptions."""
         native = fill(ffi.new("ProxycclRailsOptions *"), **{"cut": _CUT, **fields})
         for i, (each, speed) in enumerate(zip(options, speeds, strict=True)):
             native.options[i], native.speeds[i] = each, speed
         return cls(native, tuple(options), tuple(rails))
 
+    def connect(self, engine: EngineRuntime, needs: str) -> EngineConnection:
+        """Makes the connection. The errors are those of `create`."""
+        pointer = create(engine, "rails", self.native, *self.options, needs=needs)
+        return EngineConnection(pointer, rails=self.rails)
+
 
 def _connect(engine: EngineRuntime, options: Any) -> EngineConnection:
     if isinstance(options, RailsOptions):
-        pointer = create(engine, "rails", options.native, *options.options, needs=NEEDS)
-        return EngineConnection(pointer, rails=options.rails)
+        return options.connect(engine, NEEDS)
     return EngineConnection(create(engine, "verbs", options, needs=NEEDS))
 
 
@@ -161,7 +167,7 @@ class _Endpoint:
             return options[0]
         devices = self._device.devices
         rails = [Rail(each.name, rail.stop, rail.reconnect) for each, rail in zip(devices, self._rails, strict=True)]
-        fields = {"home": self._device.next_home(), "limit_ns": _recovery_limit(self._device.options)}
+        fields = {"home": self._device.next_home(len(rails)), "limit_ns": _recovery_limit(self._device.options)}
         if self._mail is not None and ends[1].area:
             fields |= {"mail": self._mail.address, "mail_keys": self._mail.local_key}
             fields |= {"peer_mail": ends[1].area, "peer_mail_keys": ends[1].rkey}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
-from proxyccl.proxy.placement import SYSFS, Near, Nearness, NearnessTo, numa_node_of, pci_path, read
+from proxyccl.proxy.placement import NOWHERE, SYSFS, Nearness, NearnessTo, Place, numa_node_of, pci_path, read
 from proxyccl.proxy.remote_options import MTUS, RdmaOptions
 from proxyccl.proxy.verbs.address import LINK_LAYERS
 from proxyccl.proxy.verbs.pyverbs_api import DEVICES, Pyverbs, load
@@ -129,6 +129,9 @@ class RdmaDevice:
         raise ArgumentError("port", f"{self.name} has no port {number}; it has {_listed(p.number for p in self.ports)}")
 
 
+DevicePort = tuple[RdmaDevice, RdmaPort]
+
+
 class DeviceChoice(NamedTuple):
     """A chosen device, the number of one of its ports, and the index of one of the port's GIDs."""
 
@@ -167,7 +170,7 @@ def _ask_device(api: Pyverbs, path: Path) -> RdmaDevice:
     try:
         with api.open(path.name) as context, api.calling(calls, path.name):
             limits = context.query_device()
-            ports = {number: context.query_port(number) for number in _port_numbers(path)}
+            ports = {number: context.query_port(number) for number in _numbers(path / "ports")}
             table = context.query_gid_table(sum(port.gid_tbl_len for port in ports.values()))
     except ProxyCCLError as error:
         return replace(_read_device(path), problem=str(error))
@@ -200,12 +203,13 @@ def _number(text: str) -> int | None:
         return None
 
 
-def _port_numbers(device: Path) -> list[int]:
-    return sorted(int(path.name) for path in (device / "ports").glob("[0-9]*"))
+def _numbers(directory: Path) -> list[int]:
+    """Returns the sorted names of a directory's entries that are numbers."""
+    return sorted(int(name) for name in os.listdir(directory) if name.isdigit()) if directory.is_dir() else []
 
 
 def _read_device(path: Path, used: _UsedGids | None = None) -> RdmaDevice:
-    ports = ((number, path / "ports" / str(number)) for number in _port_numbers(path))
+    ports = ((number, path / "ports" / str(number)) for number in _numbers(path / "ports"))
     return RdmaDevice(
         name=path.name,
         guid=read(path / "node_guid"),
@@ -247,23 +251,10 @@ def _read_gids(port: Path, link_layer: str, used: Iterable[tuple[int, str]]) -> 
 
 
 def _used_gids(table: Path) -> Iterable[tuple[int, str]]:
-    if not table.is_dir():
-        return
-    directory = os.open(table, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for index in sorted(int(name) for name in os.listdir(directory) if name.isdigit()):
-            try:
-                file = os.open(str(index), os.O_RDONLY, dir_fd=directory)
-            except OSError:  # the file was removed after the directory was listed
-                continue
-            try:
-                text = os.read(file, 64)
-            finally:
-                os.close(file)
-            if text.strip(b"0:\n"):
-                yield index, text.decode().strip()
-    finally:
-        os.close(directory)
+    for index in _numbers(table):
+        text = read(f"{table}/{index}")
+        if text.strip("0:"):
+            yield index, text
 
 
 def _written(address: ipaddress.IPv6Address) -> str:
@@ -288,19 +279,20 @@ class PlacedPort(NamedTuple):
     port: RdmaPort
 
 
-def placed_ports(devices: Iterable[RdmaDevice], near: Near = None, root: Path = SYSFS) -> list[PlacedPort]:
-    """Returns the active ports with GIDs: the nearest first, and of equally near ports the fastest first.
+def active_ports(devices: Iterable[RdmaDevice]) -> list[DevicePort]:
+    """Returns the active ports that have GIDs."""
+    return [(device, port) for device, port in _ports(devices) if _state(device, port) == "active"]
 
-    Of a machine with InfiniBand and RoCE, only the ports of one kind are returned, because ports of different kinds
-    can't be connected. This kind is the one whose active ports have the higher total rate, so that all hosts with the
-    same adapters use the same kind.
+
+def placed_ports(ports: Iterable[DevicePort], near: Place = NOWHERE, root: Path = SYSFS) -> list[PlacedPort]:
+    """Sorts `active_ports`: the nearest first, and of equally near ports the fastest first.
+
+    Of InfiniBand and RoCE ports, only the ports of one kind are returned, because ports of different kinds can't be
+    connected. This kind is the one whose ports have the higher total rate, so that all hosts with the same adapters use
+    the same kind.
     """
     nearness = NearnessTo(near, root)
-    found = [
-        PlacedPort(nearness(device.pci_path, device.numa_node), device, port)
-        for device, port in _ports(devices)
-        if _state(device, port) == "active"
-    ]
+    found = [PlacedPort(nearness(device.pci_path, device.numa_node), device, port) for device, port in ports]
     rates: dict[str, float] = {}
     for _, _, port in found:
         rates[port.link_layer] = rates.get(port.link_layer, 0) + port.rate
@@ -312,20 +304,20 @@ def placed_ports(devices: Iterable[RdmaDevice], near: Near = None, root: Path = 
 def choose_device(
     devices: list[RdmaDevice],
     options: RdmaOptions,
-    near: Near = None,
+    near: Place = NOWHERE,
     *,
     local_rank: int = 0,
     root: Path = SYSFS,
 ) -> DeviceChoice:
-    """Chooses the first of the `placed_ports`. If several ports are equally near and fast, `local_rank` distributes a
-    node's ranks over these ports.
+    """Chooses the first of the `placed_ports` that the options allow. If several ports are equally near and fast,
+    `local_rank` distributes a node's ranks over these ports.
 
     By default the GID is the port's `best_gid`. Options override the choice of device, port and GID.
 
     Args:
         devices: the machine's devices (`rdma_devices`).
         options: the device, the port and the GID to use; each may be None.
-        near: the place of the rank's GPU or process; None to treat all devices as equally near.
+        near: the rank's place.
         local_rank: the rank's number on its node.
         root: the directory where sysfs is mounted, from which distances are read.
 
@@ -341,30 +333,31 @@ def choose_device(
             raise ArgumentError("device", f"no RDMA device {options.device!r}; there is {names}")
         if options.port is not None:
             devices[0].port(options.port)  # raises ArgumentError if the device lacks the port
-    usable = placed_ports([_with_port(device, options.port) for device in devices], near, root)
-    if not usable:
+    active = [(device, port) for device, port in active_ports(devices) if options.port in (None, port.number)]
+    if not active:
         for field in ("device", "port"):
             asked = getattr(options, field)
             if asked is not None:
                 raise ArgumentError(field, f"{asked!r} has no active port; there is {_states(devices)}")
         raise RuntimeUnavailableError(f"no RDMA device has an active port; there is {_states(devices)}")
-    if options.gid_index is not None:
-        there = "; ".join(f"{device.name} port {port.number}: {_listed(port.gids)}" for _, device, port in usable)
-        usable = [placed for placed in usable if any(gid.index == options.gid_index for gid in placed.port.gids)]
-        if not usable:
-            raise ArgumentError("gid_index", f"no active port has a GID {options.gid_index}; there is {there}")
+    index = options.gid_index
+    having = [each for each in active if index is None or any(gid.index == index for gid in each[1].gids)]
+    if not having:
+        there = "; ".join(f"{device.name} port {port.number}: {_listed(port.gids)}" for device, port in active)
+        raise ArgumentError("gid_index", f"no active port has a GID {index}; there is {there}")
+    usable = placed_ports(having, near, root)
     equals = [
         placed for placed in usable if (placed.nearness, placed.port.rate) == (usable[0].nearness, usable[0].port.rate)
     ]
     _, device, port = equals[local_rank % len(equals)]
     assert port.best_gid is not None
-    return DeviceChoice(device, port.number, port.best_gid.index if options.gid_index is None else options.gid_index)
+    return DeviceChoice(device, port.number, port.best_gid.index if index is None else index)
 
 
 def choose_devices(
     devices: list[RdmaDevice],
     options: RdmaOptions,
-    near: Near = None,
+    near: Place = NOWHERE,
     *,
     local_rank: int = 0,
     root: Path = SYSFS,
@@ -378,11 +371,6 @@ def choose_devices(
     ]
 
 
-def _with_port(device: RdmaDevice, number: int | None) -> RdmaDevice:
-    """Returns the device with only the port of this number; None means all ports."""
-    return replace(device, ports=tuple(port for port in device.ports if number in (None, port.number)))
-
-
 def _state(device: RdmaDevice, port: RdmaPort) -> str:
     if device.problem:
         return device.problem
@@ -391,7 +379,7 @@ def _state(device: RdmaDevice, port: RdmaPort) -> str:
     return port.state if port.gids else f"{port.state}, no GID"
 
 
-def _ports(devices: Iterable[RdmaDevice]) -> list[tuple[RdmaDevice, RdmaPort]]:
+def _ports(devices: Iterable[RdmaDevice]) -> list[DevicePort]:
     return [(device, port) for device in devices for port in device.ports]
 
 

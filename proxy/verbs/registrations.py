@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import itertools
 import os
 import resource
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable
 from typing import Any
 
-from proxyccl.device.errors import ProxyCCLError, RuntimeUnavailableError
+from proxyccl.device.errors import ProxyCCLError
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy.registrations import Registration, RegistrationCache, RemoteDevice, require_ordered
+from proxyccl.proxy.registrations import (
+    RailRegistrations,
+    Registration,
+    RegistrationCache,
+    RemoteDevice,
+    require_ordered,
+)
 from proxyccl.proxy.remote_options import RdmaOptions, RemoteSetup
 from proxyccl.proxy.verbs.devices import choose_devices, rdma_devices
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
@@ -103,46 +107,6 @@ class Registrations(RegistrationCache):
             registration.region.close()
 
 
-class RailRegistrations(RegistrationCache):
-    """A `RegistrationCache` for a rank with several adapters, which registers each range with all of them."""
-
-    def __init__(self, rails: Sequence[Registrations]) -> None:
-        super().__init__()
-        self._rails = rails
-
-    def register(self, ptr: int, nbytes: int) -> Registration:
-        return self._acquire(ptr, nbytes, None, lambda: self._make(lambda rail: rail.register(ptr, nbytes)))
-
-    def register_of(
-        self, runtime: Runtime, gpu_writes: str, ptr: int, nbytes: int, allocation: Hashable = None
-    ) -> Registration:
-        def make(rail: Registrations) -> Registration:
-            return rail.register_of(runtime, gpu_writes, ptr, nbytes)  # only this cache keeps unused ranges
-
-        return self._acquire(ptr, nbytes, allocation, lambda: replace(self._make(make), allocation=allocation))
-
-    def _make(self, register: Callable[[Registrations], Registration]) -> Registration:
-        made: list[Registration] = []
-        with contextlib.ExitStack() as undo:
-            for rail in self._rails:
-                made.append(register(rail))
-                undo.callback(rail.release, made[-1])
-            first = made[0]
-            for other in made:
-                if (other.address, other.how) != (first.address, first.how):
-                    raise RuntimeUnavailableError(
-                        f"the rank's adapters register this memory differently: as {first.how} and as {other.how}"
-                    )
-            undo.pop_all()
-        key = sum(each.key << 32 * i for i, each in enumerate(made))
-        local_key = sum(each.local_key << 32 * i for i, each in enumerate(made))
-        return replace(first, key=key, local_key=local_key, region=made)
-
-    def _deregister(self, registration: Registration) -> None:
-        for rail, made in zip(self._rails, registration.region, strict=True):
-            rail.release(made)
-
-
 class VerbsContext(RemoteDevice):
     """A rank's opened RDMA devices: one, or those that `RdmaOptions.devices` names. Each context has its own protection
     domains, so a device refuses the keys of other contexts.
@@ -161,7 +125,6 @@ class VerbsContext(RemoteDevice):
     def __init__(self, setup: RemoteSetup, options: RdmaOptions) -> None:
         super().__init__(setup)
         self.options = options
-        self._homes = itertools.count(setup.local_rank)
         self.devices: list[VerbsDevice] = []
         with contextlib.ExitStack() as undo:
             for choice in choose_devices(rdma_devices(), options, setup.near, local_rank=setup.local_rank):
@@ -177,10 +140,6 @@ class VerbsContext(RemoteDevice):
     def reads(self) -> bool:
         """Whether all devices support RDMA reads."""
         return all(device.reads for device in self.devices)
-
-    def next_home(self) -> int:
-        """Returns the number of the device that carries a new connection's short operations. Connections take turns."""
-        return next(self._homes) % len(self.devices)
 
     def close(self) -> None:
         with contextlib.ExitStack() as steps:  # closes all devices even if a step fails

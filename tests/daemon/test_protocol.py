@@ -196,11 +196,11 @@ def test_ids_of_another_client_are_none_of_this_ones(daemon: RunningDaemon, byst
             **REMOTE,
             "rdma": {"device": "mlx5_0"},
             "signals": [0, 8],
-            "near": None,
+            "near": [None, None],
             "local_rank": 0,
             "core_share": 1,
         },
-        {"do": "open_remote", **REMOTE, "signals": [0], "near": None, "local_rank": 0, "core_share": 1},
+        {"do": "open_remote", **REMOTE, "signals": [0], "near": [None, None], "local_rank": 0, "core_share": 1},
         {"do": "add_schedule"},
         {"do": "add_schedule", "schedule": {"posts": [{"channel": -1, "memory": 0, "offset": 0}]}},
         {"do": "add_schedule", "schedule": {"sends": [{"channel": 0, "src_memory": 0}]}},
@@ -257,6 +257,15 @@ def test_an_error_names_client_field_and_what_was_expected(
         assert answer is not None
         assert answer["message"].startswith(f"invalid request from process {os.getpid()}: {message}")
         assert client.ended()
+
+
+def test_the_daemon_opens_the_adapters_that_a_rank_names(daemon: RunningDaemon) -> None:
+    remote = {**REMOTE, "rdma": asdict(RdmaOptions(devices=("rxe8", "rxe9"))), "near": [None, None]}
+    with RawClient(daemon) as client:
+        assert client.opens()
+        client.result({"do": "open_remote", **remote, "signals": [0, 8], "local_rank": 0, "core_share": 1})
+        answer = client.say({"do": "unsupported_reason", "transport": "verbs"})
+        assert "no RDMA device 'rxe8'" in str(answer), answer
 
 
 @pytest.mark.usefixtures("bystander")
@@ -340,7 +349,7 @@ def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClie
                 {"do": "add_schedule", "schedule": client.schedule(used)},
                 {"do": "remove_schedule", "number": rng.randrange(1, 4)},
                 {"do": "add_remote_memory", "address": 4096, "nbytes": 64, "key": 1},
-                {"do": "open_remote", **REMOTE, "signals": [0, 8], "near": 0, "local_rank": 0, "core_share": 1},
+                {"do": "open_remote", **REMOTE, "signals": [0, 8], "near": [None, 0], "local_rank": 0, "core_share": 1},
                 {"do": "make_endpoint", "peer": 1, "transport": "staged"},
                 {"do": "expose", "handle": handle, "nbytes": 64, "transport": "verbs"},
                 opening(),

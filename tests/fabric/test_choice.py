@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from proxyccl import ArgumentError, FabricOptions, RdmaOptions, RuntimeUnavailableError, rdma_devices
-from proxyccl.proxy.fabric.library import FabricOffer, best_of, choose_offer
+from proxyccl.proxy.fabric.library import FabricOffer, best_of, choose_offer, choose_offers
+from proxyccl.proxy.placement import Place
 from proxyccl.proxy.remote_options import MOST_WIRES
 from proxyccl.proxy.verbs.devices import choose_device
-from support.sysfs import expand
+from support.sysfs import expand, put
 
 
 def offer(provider: str, domain: str, address: str | None = None, **facts: Any) -> FabricOffer:
@@ -88,16 +89,51 @@ def test_ranks_of_a_host_share_its_devices() -> None:
     assert choose_offer(TCP, FabricOptions(), local_rank=1) == TCP[3]
 
 
+def test_of_named_interfaces_a_rank_uses_the_two_nearest_in_their_order(tmp_path: Path) -> None:
+    def domains(offers: list[FabricOffer], names: list[str], *place: Any, **keywords: Any) -> list[str]:
+        return [each.domain for each in choose_offers(offers, FabricOptions(interfaces=names), *place, **keywords)]
+
+    assert domains([*EFA, *TCP], ["eth1", "eth0"]) == ["eth1", "eth0"]
+    assert domains([*EFA, *TCP], ["rdmap1", "rdmap0"]) == ["rdmap1", "rdmap0"]
+    like_another = [*TCP, offer("tcp;ofi_rxm", "eth10", "10.2.0.1")]
+    assert domains(like_another[::-1], ["eth1", "eth0"]) == ["eth1", "eth0"]
+    gpus = expand("p5_efa", tmp_path)
+    names = [device.name for device in rdma_devices(tmp_path)]
+    offers = [offer("efa", f"{name}-rdm", ordered=False) for name in names]
+    chosen = [domains(offers, names, Place(gpus["gpu0"]), local_rank=i, root=tmp_path) for i in range(3)]
+    beside = [name for name in names if 1 <= int(gpus["gpu0"][5:7], 16) - int(name[5:-2]) <= 4]
+    assert [name for pair in chosen[:2] for name in pair] == [f"{name}-rdm" for name in beside]
+    assert chosen[2] == chosen[0]
+    for i, interface in enumerate(("eth0", "eth1", "eth10")):
+        put(tmp_path / "class/net" / interface / "device", {"numa_node": f"{i % 2}"})
+    assert domains(like_another, ["eth1", "eth10", "eth0"], Place(node=0), root=tmp_path) == ["eth10", "eth0"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["eth0", "eth"], "interfaces: must name different interfaces of one provider, not tcp;ofi_rxm on eth0"),
+        (["eth0", "rdmap"], "interfaces: must name different interfaces of one provider, not tcp;ofi_rxm on eth0"),
+        (["eth0", "eth9"], "interface: 'eth9' is not one of"),
+    ],
+)
+def test_interfaces_that_can_not_be_used_together_are_refused(names: list[str], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        choose_offers([*EFA, *TCP], FabricOptions(interfaces=names))
+
+
 def test_efa_devices_are_used_by_libfabric_and_not_by_verbs(tmp_path: Path) -> None:
     gpus = expand("p5_efa", tmp_path)
     devices = rdma_devices(tmp_path)
     assert len(devices) == 32
     with pytest.raises(RuntimeUnavailableError, match=r"rdmap79s0 port 1 .* without reliable connections"):
-        choose_device(devices, RdmaOptions(), gpus["gpu0"], root=tmp_path)
+        choose_device(devices, RdmaOptions(), Place(gpus["gpu0"]), root=tmp_path)
     offers = [offer("efa", f"{device.name}-rdm", ordered=False) for device in devices]
     for rank, gpu in enumerate(gpus.values()):
         beside = int(gpu[5:7], 16)
-        chosen = {choose_offer(offers, FabricOptions(), gpu, local_rank=i, root=tmp_path).domain for i in range(8)}
+        chosen = {
+            choose_offer(offers, FabricOptions(), Place(gpu), local_rank=i, root=tmp_path).domain for i in range(8)
+        }
         assert chosen == {f"rdmap{beside - i}s0-rdm" for i in range(1, 5)}, rank
 
 
@@ -132,6 +168,7 @@ def test_offers_that_reach_no_other_host_are_no_fabric(offers: list[FabricOffer]
     [
         ("provider", "tcp", "tcp"),
         ("interface", "^lo", "^lo"),
+        ("interfaces", "eth0,eth1", ("eth0", "eth1")),
         ("depth", "16", 16),
         ("signal", "delivered", "delivered"),
         ("gpu_writes", "ordered", "ordered"),
@@ -145,7 +182,13 @@ def test_the_environment_gives_what_arguments_do_not(
 ) -> None:
     monkeypatch.setenv("PROXYCCL_FABRIC", f"{name}={text}")
     assert getattr(FabricOptions.from_environment(), name) == value
-    other: dict[str, Any] = {"provider": "net", "interface": "eth0", "depth": 3, "signal": "ordered"}
+    other: dict[str, Any] = {
+        "provider": "net",
+        "interface": "eth0",
+        "interfaces": ("a", "b"),
+        "depth": 3,
+        "signal": "ordered",
+    }
     other |= {"gpu_writes": "auto", "staging_bytes": 4096, "staging_chunk": 128, "streams": 2}
     assert getattr(FabricOptions.from_environment(**{name: other[name]}), name) == other[name]
 
@@ -156,6 +199,9 @@ def test_the_environment_gives_what_arguments_do_not(
         ("provider", ""),
         ("provider", 3),
         ("interface", "="),
+        ("interfaces", "eth0"),
+        ("interfaces", ("eth0", "eth0")),
+        ("interfaces", [f"eth{i}" for i in range(33)]),
         ("depth", 1),
         ("depth", "many"),
         ("depth", True),

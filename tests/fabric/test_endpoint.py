@@ -12,14 +12,17 @@ from types import SimpleNamespace
 from typing import cast
 
 import msgspec
+import numpy as np
 import pytest
 
-from proxyccl import ArgumentError, FabricOptions
+from proxyccl import ArgumentError, FabricOptions, RuntimeUnavailableError
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricContext, FabricEndpoint
 from proxyccl.proxy.fabric.library import FabricOffer, choose_offer, fabric_offers
+from proxyccl.proxy.placement import NOWHERE
+from proxyccl.proxy.registrations import RailRegistrations, rail_key
 from proxyccl.proxy.remote_options import RemoteSetup
 from support.packages.fabric import environment
 
@@ -81,7 +84,21 @@ def test_an_endpoint_that_cant_register_the_segment_is_closed(tcp: FabricOffer) 
     FabricEndpoint(tcp, FabricOptions()).close()  # some resources of the first endpoint stay until the process exits
     before = len(os.listdir("/proc/self/fd"))
     nothing = cast(PinnedMemory, SimpleNamespace(host_ptr=4096, nbytes=0))
-    setup = RemoteSetup(HostRuntime(), nothing, range(0), near=None, local_rank=0, core_share=1)
+    setup = RemoteSetup(HostRuntime(), nothing, range(0), near=NOWHERE, local_rank=0, core_share=1)
     with pytest.raises(ArgumentError):
         FabricContext(setup, FabricOptions(provider="tcp", interface="=lo"))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_two_interfaces_have_keys_of_32_bits(tcp: FabricOffer) -> None:
+    memory = np.zeros(100, np.uint8)
+    for interfaces, fits in ((2, True), (1, False)):
+        made = [FabricEndpoint(tcp, FabricOptions(), interfaces=interfaces) for _ in range(2)]
+        with closing(made[0]), closing(made[1]), closing(RailRegistrations(made)) as registrations:
+            if fits:
+                registered = registrations.register(memory.ctypes.data, memory.nbytes)
+                keys = [made[rail].register(memory.ctypes.data, memory.nbytes).key for rail in range(2)]
+                assert [rail_key(registered.key, rail) for rail in range(2)] == keys
+            else:
+                with pytest.raises(RuntimeUnavailableError, match="keys have more than 32 bits"):
+                    registrations.register(memory.ctypes.data, memory.nbytes)

@@ -167,6 +167,35 @@ def test_gpus_that_do_not_order_writes_are_staged(hosts: Hosts, tmp_path: Path, 
     Job(hosts, [1, 1], tmp_path, "one", **on_hip, PROXYCCL_LIBFABRIC=str(library)).succeeds("staged_fabric")
 
 
+@pytest.mark.parametrize(
+    ("transport", "proxy"),
+    [("fabric", "thread"), ("fabric", "process"), ("staged_fabric", "process")],
+    ids=["direct", "in a daemon", "staged, in a daemon"],
+)
+def test_a_rank_uses_two_interfaces(tmp_path: Path, transport: str, proxy: str) -> None:
+    env = {
+        "PROXYCCL_TRANSPORT": transport,
+        "PROXYCCL_PROXY": proxy,
+        "PROXYCCL_FABRIC": "interfaces=eth0,eth1,streams=3",
+    }
+    with hosts_or_skip(2, interfaces=2) as hosts:
+        Job(hosts, [1, 1], tmp_path, "collectives", **env).succeeds(transport)
+        received = [hosts.received(host, interface) for host in range(2) for interface in range(2)]
+    assert min(received) > 500_000, received  # half of the longest array has 600 KB
+
+
+def test_ranks_with_different_numbers_of_interfaces_are_refused(tmp_path: Path) -> None:
+    program, reason = str(PROGRAM), "it uses 1 interfaces, and this rank 2; expected the same number"
+    with hosts_or_skip(2, interfaces=2) as hosts:
+        env = {"PROXYCCL_RUNTIME": "host", "PROXYCCL_TRANSPORT": "fabric"}
+        ranks = [
+            hosts.fork(rank, program, str(tmp_path), str(rank), "2", "one", env={**env, "PROXYCCL_FABRIC": options})
+            for rank, options in enumerate(("interfaces=eth0,eth1", "interface=eth0"))
+        ]
+        outputs = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
+    assert reason in outputs[0], outputs
+
+
 def test_ipv6_is_enough_and_a_provider_is_chosen_by_name(tmp_path: Path) -> None:
     with hosts_or_skip(2, ipv4=False) as hosts:
         Job(hosts, [1, 1], tmp_path, "one", PROXYCCL_FABRIC="provider=net").succeeds()
@@ -205,16 +234,17 @@ def test_a_stranger_without_the_key_changes_nothing(hosts: Hosts) -> None:
     assert not other.startswith("written"), output
 
 
-def test_a_cut_network_ends_the_job(hosts: Hosts, tmp_path: Path) -> None:
-    job = Job(hosts, [1, 1], tmp_path, "cut")
-    for rank in job.ranks:
-        assert any(line == b"ready\n" for line in iter(rank.stdout.readline, b"")), "no rank came so far"
-    hosts.cut(1)
-    try:
+@pytest.mark.parametrize("interfaces", [1, 2])
+def test_a_cut_network_ends_the_job(tmp_path: Path, interfaces: int) -> None:
+    """A cut of one of two networks also ends the job."""
+    env = {"PROXYCCL_FABRIC": "interfaces=eth0,eth1"} if interfaces == 2 else {}
+    with hosts_or_skip(2, interfaces=interfaces) as hosts:
+        job = Job(hosts, [1, 1], tmp_path, "cut", **env)
+        for rank in job.ranks:
+            assert any(line == b"ready\n" for line in iter(rank.stdout.readline, b"")), "no rank came so far"
+        hosts.cut(1, interfaces - 1)
         for output in job.outputs():
             assert "WaitTimeoutError" in output or "PeerLostError" in output, output
-    finally:
-        hosts.join(1)
 
 
 def test_hosts_without_libfabric_are_told_what_to_install(hosts: Hosts, tmp_path: Path) -> None:

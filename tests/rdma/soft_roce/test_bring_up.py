@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from pyverbs.wr import SGE, SendWR
 
 from proxyccl import (
@@ -142,7 +143,7 @@ def test_discovery_tells_what_is_there(devices: list[RdmaDevice]) -> None:
             assert limit is not None
             assert limit >= 1000
         assert len(device.guid) == 19
-    assert [choose_device(devices, RdmaOptions(), None, local_rank=i).device.name for i in range(2)] == list(DEVICES)
+    assert [choose_device(devices, RdmaOptions(), local_rank=i).device.name for i in range(2)] == list(DEVICES)
 
 
 def test_info_shows_what_is_there_and_nothing_missing(devices: list[RdmaDevice]) -> None:
@@ -388,7 +389,8 @@ def test_a_device_has_no_more_mtu_than_its_port(devices: list[RdmaDevice]) -> No
 def test_an_address_that_nobody_has_is_given_up(devices: list[RdmaDevice]) -> None:
     with VerbsDevice.open(choose_device(devices, RdmaOptions()), RdmaOptions()) as device:
         endpoint = device.endpoint()
-        nobody = replace(EndpointAddress.decode(endpoint.address), gid=ipaddress.IPv6Address("::ffff:10.9.0.77").packed)
+        gid = ipaddress.IPv6Address("::ffff:10.9.0.77").packed
+        nobody = structs.replace(EndpointAddress.decode(endpoint.address), gid=gid)
         with pytest.raises(TransportError, match=r"ibv_modify_qp of .* at 10\.9\.0\.77 \(RoCE v2\): .* \(errno \d+\)"):
             endpoint.connect(nobody.encode(), timeout=0.5)
 

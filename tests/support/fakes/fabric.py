@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from proxyccl import ProxyService
 from proxyccl.device.ffi_types import fill
 from proxyccl.proxy._engine import ffi, lib
+from proxyccl.proxy.transports.verbs import RailsOptions
 from support.fakes.verbs import FakePeer
 from support.fakes.writer import FakeWriter
 
@@ -89,6 +90,7 @@ class FakeFabricPeer(FakePeer):
         reads: whether the endpoint supports reads.
         offsets: whether requests name the peer's memory by offset instead of address.
         max_message: maximum size of a write in bytes.
+        rails: number of rails, each of which has its own endpoint and keys; 1 for a connection without rails.
     """
 
     device: Any
@@ -108,19 +110,27 @@ class FakeFabricPeer(FakePeer):
         reads: bool = True,
         offsets: bool = False,
         max_message: int = 4096,
+        rails: int = 1,
     ) -> None:
         self.service, self.rank = service, rank
-        self.device = FakeEndpoint(depth, ordered=ordered, joined=joined, max_message=max_message)
-        self.devices = [self.device]
+        self.devices = [
+            FakeEndpoint(depth, ordered=ordered, joined=joined, max_message=max_message) for _ in range(rails)
+        ]
+        self.device = self.devices[0]
         self.words = np.zeros(channels, np.uint64)
-        self.device.add(SOURCE_KEY, source)
-        self.device.register(TARGET_KEY, destination, offsets=offsets)
-        self.device.register(SIGNAL_KEY, self.words, offsets=offsets)
-        self.options = options = self.device.options(SIGNAL_KEY, reads=reads)
-        self.connection = service.connect("fabric", options, peer=rank)
-        self.source_id = service.add_memory(source.ctypes.data, source.nbytes, SOURCE_KEY)
+        target_key = TARGET_KEY if rails == 1 else TARGET_KEY >> 32
+        for rail, device in enumerate(self.devices):
+            device.add(SOURCE_KEY + rail, source)
+            device.register(target_key + rail, destination, offsets=offsets)
+            device.register(SIGNAL_KEY + rail, self.words, offsets=offsets)
+        options = [device.options(SIGNAL_KEY + rail, reads=reads) for rail, device in enumerate(self.devices)]
+        self.options = options[0]
+        connected = RailsOptions.of(options, [1] * rails, over_fabric=True, cut=64) if rails > 1 else self.options
+        self.connection = service.connect("fabric", connected, peer=rank)
+        keys = [sum(key + rail << 32 * rail for rail in range(rails)) for key in (SOURCE_KEY, target_key)]
+        self.source_id = service.add_memory(source.ctypes.data, source.nbytes, keys[0])
         base = 0 if offsets else destination.ctypes.data
-        self.destination_id = service.add_remote_memory(base, destination.nbytes, TARGET_KEY)
+        self.destination_id = service.add_remote_memory(base, destination.nbytes, keys[1])
         self.channels = [service.reserve_channel(self.connection) for _ in range(channels)]
         words = 0 if offsets else self.words.ctypes.data
         for i, channel in enumerate(self.channels):

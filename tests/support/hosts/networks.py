@@ -5,6 +5,7 @@ The library treats processes in different namespaces as ranks on different hosts
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -36,13 +37,14 @@ class Hosts:
     Args:
         count: number of hosts.
         ipv4: whether the hosts have IPv4 addresses in addition to IPv6 ones.
+        interfaces: number of interfaces of each host, eth0, eth1, …, each on its own network.
         secure_shell: directory for the keys of sshd, which then runs on each host; None for no sshd.
 
     Raises:
         UnavailableError: this process may not make namespaces, or programs are missing.
     """
 
-    def __init__(self, count: int, *, ipv4: bool = True, secure_shell: Path | None = None) -> None:
+    def __init__(self, count: int, *, ipv4: bool = True, interfaces: int = 1, secure_shell: Path | None = None) -> None:
         self._holders: list[subprocess.Popen[bytes]] = []
         self._environment = {**environment(), **_BY_NAME}
         self._secure_shell: SecureShell | None = None
@@ -52,10 +54,11 @@ class Hosts:
                 raise UnavailableError(f"there is no {tool} (util-linux)")
         try:
             switch = self._hold("switch")
-            self._ip(switch, "link", "add", "bridge", "type", "bridge")
-            self._ip(switch, "link", "set", "bridge", "up")
+            for index in range(interfaces):  # on one bridge, a host's interface may answer for the other interfaces
+                self._ip(switch, "link", "add", f"bridge{index}", "type", "bridge")
+                self._ip(switch, "link", "set", f"bridge{index}", "up")
             for number in range(count):
-                self._add(switch, number, ipv4=ipv4)
+                self._add(switch, number, interfaces, ipv4=ipv4)
                 self._forks.append(Forks(self._with_tests(self._environment), self.inside(number), _TEMPLATE))
             if secure_shell is not None:
                 self._secure_shell = SecureShell([self.inside(host) for host in range(count)], secure_shell)
@@ -81,21 +84,22 @@ class Hosts:
             raise UnavailableError(f"no network namespaces: {holder.stderr.read().decode().strip()}")
         return len(self._holders) - 1
 
-    def _add(self, switch: int, number: int, *, ipv4: bool) -> None:
+    def _add(self, switch: int, number: int, interfaces: int, *, ipv4: bool) -> None:
         host = self._hold(f"host{number}")
-        port, namespace = f"port{number}", str(self._holders[host].pid)
-        self._ip(switch, *f"link add {port} type veth peer name {INTERFACE} netns {namespace}".split())
-        self._ip(switch, *f"link set {port} master bridge up".split())
-        if ipv4:
-            self._ip(host, *f"addr add {self.address(number)}/24 dev {INTERFACE}".split())
-        self._ip(host, *f"addr add fd77::{number + 1}/64 dev {INTERFACE} nodad".split())
-        for interface in ("lo", INTERFACE):
-            self._ip(host, "link", "set", interface, "up")
+        self._ip(host, "link", "set", "lo", "up")
+        for index in range(interfaces):
+            port, name, namespace = _port(number, index), f"eth{index}", str(self._holders[host].pid)
+            self._ip(switch, *f"link add {port} type veth peer name {name} netns {namespace}".split())
+            self._ip(switch, *f"link set {port} master bridge{index} up".split())
+            if ipv4:
+                self._ip(host, *f"addr add {self.address(number, index)}/24 dev {name}".split())
+            self._ip(host, *f"addr add fd77:{index}::{number + 1}/64 dev {name} nodad".split())
+            self._ip(host, "link", "set", name, "up")
 
     def _ip(self, place: int, *arguments: str) -> None:
         self._tool("ip", place, *arguments)
 
-    def _tool(self, tool: str, place: int, *arguments: str) -> None:
+    def _tool(self, tool: str, place: int, *arguments: str) -> str:
         done = subprocess.run(
             [*self._inside(place), PACKAGES.program(tool), *arguments],
             capture_output=True,
@@ -106,6 +110,7 @@ class Hosts:
         )
         if done.returncode:
             raise UnavailableError(f"{tool} {' '.join(arguments)}: {done.stderr.strip()}")
+        return done.stdout
 
     def _inside(self, place: int) -> list[str]:
         return ["nsenter", "--net", "--uts", "--target", str(self._holders[place].pid), "--"]
@@ -142,9 +147,9 @@ class Hosts:
         )
 
     @staticmethod
-    def address(host: int) -> str:
-        """Returns a host's IPv4 address."""
-        return f"10.77.0.{host + 1}"
+    def address(host: int, interface: int = 0) -> str:
+        """Returns the IPv4 address of a host's interface."""
+        return f"10.77.{interface}.{host + 1}"
 
     def mpiexec(
         self, ranks: Sequence[int], command: Sequence[str], directory: Path, *, env: dict[str, str] | None = None
@@ -166,21 +171,26 @@ class Hosts:
         for place in range(1, len(self._holders)):
             self._tool("sh", place, "-c", f"echo {name} > /proc/sys/net/ipv4/tcp_congestion_control")
 
-    def cut(self, host: int) -> None:
-        """Disconnects a host from the switch."""
-        self._ip(0, "link", "set", f"port{host}", "down")
+    def cut(self, host: int, interface: int = 0) -> None:
+        """Disconnects a host's interface from the switch."""
+        self._ip(0, "link", "set", _port(host, interface), "down")
 
-    def join(self, host: int) -> None:
-        """Reconnects a host to the switch after `cut`."""
-        self._ip(0, "link", "set", f"port{host}", "up")
+    def join(self, host: int, interface: int = 0) -> None:
+        """Reconnects a host's interface to the switch after `cut`."""
+        self._ip(0, "link", "set", _port(host, interface), "up")
 
-    def disturb(self, host: int, *discipline: str) -> None:
-        """Sets a queueing discipline of `tc`, such as ``tbf``, for packets to a host."""
-        self._tool("tc", 0, "qdisc", "add", "dev", f"port{host}", "root", *discipline)
+    def received(self, host: int, interface: int = 0) -> int:
+        """Returns the number of bytes that a host has received by an interface."""
+        shown = json.loads(self._tool("ip", 0, "-json", "-stats", "link", "show", _port(host, interface)))
+        return int(shown[0]["stats64"]["tx"]["bytes"])
+
+    def disturb(self, host: int, *discipline: str, interface: int = 0) -> None:
+        """Sets a queueing discipline of `tc`, such as ``tbf``, for packets to a host's interface."""
+        self._tool("tc", 0, "qdisc", "add", "dev", _port(host, interface), "root", *discipline)
 
     def calm(self, host: int) -> None:
         """Removes the queueing discipline that `disturb` added."""
-        self._tool("tc", 0, "qdisc", "del", "dev", f"port{host}", "root")
+        self._tool("tc", 0, "qdisc", "del", "dev", _port(host, 0), "root")
 
     def close(self) -> None:
         """Ends the processes that hold the namespaces, which ends the namespaces."""
@@ -203,7 +213,12 @@ class Hosts:
         self.close()
 
 
-def hosts_or_skip(count: int, *, ipv4: bool = True, secure_shell: Path | None = None) -> Hosts:
+def _port(host: int, interface: int) -> str:
+    """Returns the name of the switch's port for a host's interface."""
+    return f"port{host}.{interface}"
+
+
+def hosts_or_skip(count: int, *, ipv4: bool = True, interfaces: int = 1, secure_shell: Path | None = None) -> Hosts:
     """Returns `count` emulated hosts. Skips the test if namespaces or libfabric are not available."""
     if not _engine.lib.proxyccl_fabric_built():
         require_fabric("this build has no fabric transport: libfabric's headers were not there")
@@ -211,7 +226,7 @@ def hosts_or_skip(count: int, *, ipv4: bool = True, secure_shell: Path | None = 
     if reason:
         require_fabric(f"there is no libfabric: {reason}")
     try:
-        return Hosts(count, ipv4=ipv4, secure_shell=secure_shell)
+        return Hosts(count, ipv4=ipv4, interfaces=interfaces, secure_shell=secure_shell)
     except UnavailableError as error:
         return require_fabric(str(error))
 

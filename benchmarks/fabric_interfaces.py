@@ -1,0 +1,98 @@
+"""Broadcasts over two of libfabric's interfaces for each rank, compared with one, between two network namespaces.
+
+    python benchmarks/fabric_interfaces.py --rate 400mbit
+
+Rank 0 broadcasts arrays by proxy: it makes one put and one signal for each call. A figure is the median over the
+rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from program import RESULT, common_arguments, end_if_it_hangs
+
+from proxyccl import Communicator, FabricOptions, FileBootstrap
+from proxyccl.tools.options import show_size
+from proxyccl.tools.results import machine, versions, write_json
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from support.hosts.networks import Hosts
+from support.packages.fabric import unavailable_reason
+
+_ROUNDS, _MOST_CALLS, _BYTES = 5, 100, 16 << 20
+_CASES = (["eth0"], ["eth0", "eth1"])
+
+
+def _run_rank(directory: str, rank: int, names: list[str], transport: str, sizes: list[int]) -> None:
+    fabric = FabricOptions(interface=f"={names[0]}") if len(names) == 1 else FabricOptions(interfaces=names)
+    bootstrap = FileBootstrap(Path(directory), rank, 2)
+    with Communicator(bootstrap, fabric=fabric, transport={(0, 1): transport}, timeout=120) as comm:
+        for nbytes in sizes:
+            x, calls, times = comm.empty((nbytes,), "uint8"), min(_MOST_CALLS, _BYTES // nbytes), []
+            for _ in range(1 + _ROUNDS):
+                comm.broadcast(x, 0, algorithm="proxy")
+                comm.synchronize()
+                comm.barrier()
+                began = time.perf_counter()
+                for _ in range(calls):
+                    comm.broadcast(x, 0, algorithm="proxy")
+                comm.synchronize()
+                comm.barrier()
+                comm.synchronize()
+                times.append((time.perf_counter() - began) / calls)
+            if rank == 1:
+                print(RESULT + json.dumps(statistics.median(times[1:])), flush=True)
+
+
+def _measure(hosts: Hosts, names: list[str], transport: str, sizes: list[int], seconds: float) -> list[float]:
+    with tempfile.TemporaryDirectory() as directory:
+        case = [",".join(names), transport, ",".join(map(str, sizes))]
+        env = {"PROXYCCL_RUNTIME": "host", "PROXYCCL_PROXY": "thread"}
+        ranks = [hosts.start(rank, __file__, "--rank", directory, str(rank), *case, env=env) for rank in range(2)]
+        outputs = [rank.communicate(timeout=seconds)[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        sys.exit("\n".join(outputs))
+    return [json.loads(line.removeprefix(RESULT)) for line in outputs[1].splitlines() if line.startswith(RESULT)]
+
+
+def main() -> None:
+    parser = common_arguments(__doc__ or "")
+    parser.add_argument("--rate", help="limits each interface by tc's token bucket, such as 400mbit")
+    parser.add_argument("--transport", default="fabric", choices=("fabric", "staged_fabric"))
+    parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)  # the processes that this program starts
+    parsed = parser.parse_args()
+    end_if_it_hangs(parsed.seconds)
+    if parsed.rank:
+        directory, rank, names, transport, sizes = parsed.rank
+        return _run_rank(directory, int(rank), names.split(","), transport, [int(each) for each in sizes.split(",")])
+    reason = unavailable_reason()  # fetches libfabric
+    if reason:
+        sys.exit(f"there is no libfabric: {reason}")
+    sizes = [1 << 20] if parsed.quick else [4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20]
+    with Hosts(2, interfaces=2) as hosts:
+        for host in range(2 if parsed.rate else 0):
+            for interface in range(2):
+                limit = ("tbf", "rate", parsed.rate, "burst", "256kb", "latency", "50ms")
+                hosts.disturb(host, *limit, interface=interface)
+        one, two = (_measure(hosts, names, parsed.transport, sizes, parsed.seconds) for names in _CASES)
+    rows = []
+    for nbytes, of_one, of_two in zip(sizes, one, two, strict=True):
+        rows.append({"bytes": nbytes, "one_interface_s": of_one, "two_interfaces_s": of_two, "ratio": of_one / of_two})
+        times_ms = f"one interface {1e3 * of_one:8.2f} ms  two interfaces {1e3 * of_two:8.2f} ms"
+        print(f"{show_size(nbytes):>8}  {times_ms}  {of_one / of_two:.2f} x")
+    if parsed.json:
+        facts = {"machine": machine(), "versions": versions(), "rate": parsed.rate, "transport": parsed.transport}
+        write_json(parsed.json, {**facts, "interfaces": rows})
+    return None
+
+
+if __name__ == "__main__":
+    main()
