@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -259,43 +260,42 @@ class Fence(Blocks, Check):
         self._link: Link | None = None
         self._message: bytes | None = None  # of the last start
         self._lock = threading.Lock()  # held while `look` is started, polled or canceled
-        self._looked = 0  # the last run for which `look` was started
-        self._settled = 0, State.NEW  # a run and its outcome, in one object, because threads read it without a lock
+        self._started = 0  # the time of the last start
+        self._looks = False  # whether `look` was started, and its result was not yet taken
+        # The time of a start, and its outcome, in one object, because threads read it without a lock.
+        self._settled = 0, State.NEW
         self._found: tuple[NDArray[np.bool_], str] | None = None  # the stale blocks, and when they were revoked
 
     def guard(self, transfer: Transfer) -> None:
         self._link = set_check(transfer, self)
 
-    def begin(self, message: bytes | None) -> None:
+    def begin(self, message: bytes | None, start: Callable[[], int]) -> None:
         with self._lock:
-            if self._looked > self._settled[0]:
+            if self._looks:
                 raise ActiveError(f"the read of agent {self._owner} is active: its grant is being checked", self._owner)
-            self._message = message
+            self._started, self._message = start(), message
 
-    def poll(self, run: int) -> State:
+    def poll(self, started: int) -> State:
         settled, outcome = self._settled
-        if run <= settled:
+        if started <= settled:
             return outcome
         with self._lock:
             settled, outcome = self._settled
-            if run <= settled:
+            if started <= settled:
                 return outcome
-            if run < self._looked:
-                return State.ACTIVE  # of a later run
+            if started < self._started:
+                return State.ACTIVE  # since a later start
             try:
-                if self._looked != run:
-                    if self._looked > settled and not self._look.done():  # the look of an earlier run is still active
-                        return State.ACTIVE
+                if not self._looks:
                     self._look.start()
-                    self._looked = run
+                    self._looks = True
                 if not self._look.done():
                     return State.ACTIVE
             except ProxyCCLError as error:
-                self._looked = run
-                return self._settle(run, np.ones(len(self._rows), bool), f"or can't be asked: {error}")
+                return self._settle(np.ones(len(self._rows), bool), f"or can't be asked: {error}")
             words, numbers = self._words, self._unique
             revoked = (words != numbers) & (words != ~numbers) | self._is_late()
-            return self._settle(run, revoked[self._places], "during the read")
+            return self._settle(revoked[self._places], "during the read")
 
     def wait(self, seconds: float) -> None:
         with contextlib.suppress(ProxyCCLError):  # `poll` finds the reason
@@ -307,11 +307,11 @@ class Fence(Blocks, Check):
 
     def cancel(self, timeout: float | None) -> None:
         with self._lock:
-            if self._looked > self._settled[0]:
+            if self._looks:
                 self._look.cancel(timeout)
-                self._settled = self._looked, State.CANCELED
+                self._looks, self._settled = False, (self._started, State.CANCELED)
 
-    def _settle(self, run: int, stale: NDArray[np.bool_], when: str) -> State:
+    def _settle(self, stale: NDArray[np.bool_], when: str) -> State:
         outcome = State.DONE
         if stale.any():
             self._found, outcome = (stale, when), State.STALE
@@ -321,5 +321,5 @@ class Fence(Blocks, Check):
                 self._link.tell(self._message)
             except DisconnectedError:
                 outcome = State.LOST
-        self._settled = run, outcome
+        self._looks, self._settled = False, (self._started, outcome)
         return outcome

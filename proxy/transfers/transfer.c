@@ -355,8 +355,10 @@ void proxyccl_transfer_fault(const ProxycclTransfer *transfer, ProxycclFault *fa
   pthread_mutex_unlock(&transfer->agent->lock);
 }
 
-void proxyccl_transfer_times(const ProxycclTransfer *transfer, ProxycclTransferTimes *times) {
+ProxycclTransferState proxyccl_transfer_times(const ProxycclTransfer *transfer, ProxycclTransferTimes *times) {
   pthread_mutex_lock(&transfer->agent->lock);
+  const ProxycclTransferState state = transfer->state;
   *times = transfer->times;
   pthread_mutex_unlock(&transfer->agent->lock);
+  return state;
 }

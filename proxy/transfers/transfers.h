@@ -291,6 +291,7 @@ ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_
 int proxyccl_transfer_error(const ProxycclTransfer *transfer);
 /* Gets the fault of a transfer that was refused or failed. */
 void proxyccl_transfer_fault(const ProxycclTransfer *transfer, ProxycclFault *fault);
-void proxyccl_transfer_times(const ProxycclTransfer *transfer, ProxycclTransferTimes *times);
+/* Gets the times of the last start, and returns the state at the same moment. */
+ProxycclTransferState proxyccl_transfer_times(const ProxycclTransfer *transfer, ProxycclTransferTimes *times);
 
 #endif

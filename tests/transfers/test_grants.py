@@ -24,6 +24,7 @@ from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 from proxyccl.nixl._api import nixl_agent
 from proxyccl.nixl.errors import nixlBackendError, nixlInvalidParamError
 from proxyccl.transfer import (
+    ActiveError,
     Agent,
     DisconnectedError,
     Grant,
@@ -106,6 +107,16 @@ class Held:
         if not self._far:
             write_value(self._runtime, self._gate.ptr, 1, self._runtime.create_stream())
             self._stream.synchronize()
+
+
+def messages_of(sides: Sides) -> list[bytes]:
+    """Returns the reader's messages to the owner."""
+    sides.reader.notify("owner", b"last")
+    messages: list[bytes] = []
+    while b"last" not in messages:
+        sides.owner.wait_for_message(10.0)
+        messages += (message for _, message in sides.owner.messages())
+    return messages[:-1]
 
 
 NEAR = ["process_vm", "shared_memory", "unix", "tcp"]
@@ -250,12 +261,22 @@ def test_a_message_arrives_only_of_reads_that_are_not_stale(sides: Sides) -> Non
     held.release()
     with pytest.raises(StaleReadError):
         read.wait()
-    sides.reader.notify("owner", b"last")
-    messages: list[tuple[str, bytes]] = []
-    while ("reader", b"last") not in messages:
-        sides.owner.wait_for_message(10.0)
-        messages += sides.owner.messages()
-    assert messages == [("reader", b"whole"), ("reader", b"last")]
+    assert messages_of(sides) == [b"whole"]
+
+
+@pytest.mark.parametrize("sides", ["tcp, far"], indirect=True)
+def test_a_start_that_is_refused_neither_replaces_nor_repeats_the_message(sides: Sides) -> None:
+    with sides.grant() as grant:
+        read = sides.reader.prepare("read", "owner", sides.rows(0), grant=grant.encoded)
+        held = Held(sides.reader, read, message=b"first")
+        with pytest.raises(ActiveError):
+            read.start(b"second")
+        held.release()
+        read.wait()
+        with pytest.raises(ArgumentError, match="message"):
+            read.start(bytes((1 << 28) + 1))
+        assert read.done()
+    assert messages_of(sides) == [b"first"]
 
 
 def test_readers_name_a_grant_by_its_key(sides: Sides) -> None:
