@@ -44,7 +44,7 @@ from proxyccl.channels.transfers.grants import (
     find_blocks,
 )
 from proxyccl.channels.transfers.host_memory import mapped_memory, shares_of
-from proxyccl.channels.transfers.ledger import LEDGER_BYTES, MOST_KEYS, Ledger, Locks, number_of
+from proxyccl.channels.transfers.ledger import LEDGER_BYTES, MOST_KEYS, Ledger, number_of
 from proxyccl.channels.transfers.losses import event_of_losses
 from proxyccl.channels.transfers.metadata import LONGEST_NAME, METADATA, Metadata, Place
 from proxyccl.channels.transfers.paths import (
@@ -449,10 +449,10 @@ class Agent:
         else:
             number = number_of(_as_key(grant, "grant"))
             found = Found(name, np.full(len(rows), number, np.uint64), number)
-        if known is None:
-            return BlocksOfHost(found, rows, self._ledger, Locks(self._ledger.handle))
-        if known.ledger is not None:
-            return BlocksOfHost(found, rows, known.ledger, known.ledger.locks())
+        ledger = self._ledger if known is None else known.ledger
+        if ledger is not None:
+            return BlocksOfHost(found, rows, ledger)
+        assert known is not None
         numbers = np.unique(found.numbers)
         region, words = self._words_of(len(numbers))
         size = np.uint64(words.itemsize)

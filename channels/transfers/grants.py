@@ -27,7 +27,7 @@ from proxyccl.channels.transfers.errors import (
     NotGrantedError,
     StaleReadError,
 )
-from proxyccl.channels.transfers.ledger import Ledger, Locks
+from proxyccl.channels.transfers.ledger import Ledger
 from proxyccl.channels.transfers.metadata import LONGEST_NAME
 from proxyccl.channels.transfers.transfer import Check, Granted, State, Transfer, set_check, set_grant
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
@@ -226,18 +226,18 @@ class Blocks(Granted):
 
 
 class BlocksOfHost(Blocks):
-    """The granted blocks of an agent whose ledger this process has mapped, so that the engine checks the grant. `locks`
-    is the ledger's file.
+    """The granted blocks of an agent whose ledger this process has mapped, so that the engine checks the grant. Raises
+    ResourceError if this process has no place in the ledger, and can't take one.
     """
 
-    def __init__(self, found: Found, rows: Rows, ledger: Ledger, locks: Locks) -> None:
+    def __init__(self, found: Found, rows: Rows, ledger: Ledger) -> None:
         super().__init__(found, rows)
-        self._ledger, self._locks, self._grant = ledger, locks, found.grant
+        self._ledger, self._place, self._grant = ledger, ledger.place(), found.grant
 
     def guard(self, transfer: Transfer) -> None:
         numbers = ffi.cast("uint64_t *", self._numbers.ctypes.data)
         words = self._ledger.pointer, numbers, len(self._numbers)
-        in_engine = ffi.new("ProxycclGranted *", [*words, self._grant, self._deadline, self._locks.descriptor])
+        in_engine = ffi.new("ProxycclGranted *", [*words, self._grant, self._deadline, self._place.number])
         set_grant(transfer, self, in_engine)
 
     def raise_stale(self, *, started: bool = True) -> None:

@@ -25,10 +25,10 @@ from proxyccl.device.process import forks
 from proxyccl.proxy._transfers import ffi, lib
 
 if TYPE_CHECKING:
-    from proxyccl.proxy._transfers import Uint64Pointer
+    from proxyccl.proxy._transfers import ProxycclLedgerPointer
 
 _WORDS: int = lib.PROXYCCL_LEDGER_WORDS
-LEDGER_BYTES = _WORDS * 8  # unused pages take no memory
+LEDGER_BYTES = ffi.sizeof("ProxycclLedger")  # unused pages take no memory
 MOST_KEYS = 1 << 40
 _KEY_SLOTS = 1 << 16
 """The number of slots for grants with keys, which are the last of a ledger."""
@@ -43,9 +43,8 @@ def number_of(key: int) -> int:
     return (_KEY_BIRTHS + key) * _WORDS + _WORDS - 1 - key % _KEY_SLOTS
 
 
-class Locks:
-    """A descriptor of a ledger's file by which transfers lock grants, or by which the owner queries these locks. Each
-    `Locks` has an open file description of its own, because locks of one description do not exclude each other.
+class LedgerFile:
+    """A descriptor of a ledger's file, with its own open file description, to which locks of the file belong.
 
     Raises:
         ResourceError: the file can't be opened, for example because /proc is not mounted.
@@ -56,7 +55,7 @@ class Locks:
         try:  # `opened` may share its description with the owner's descriptor
             self.descriptor = os.open(f"/proc/self/fd/{opened}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise ResourceError(f"an agent's ledger can't be opened to lock a grant: {error.strerror}") from None
+            raise ResourceError(f"an agent's ledger can't be opened for a grant: {error.strerror}") from None
         finally:
             os.close(opened)
         forks.keep_from_children(self)
@@ -67,6 +66,26 @@ class Locks:
         end.
         """
         os.close(self.descriptor)
+
+
+class Place(LedgerFile):
+    """The place of this process's transfers in a ledger, where they are counted while they are active.
+
+    Attributes:
+        number: the number of the place.
+
+    Raises:
+        ResourceError: the ledger's file can't be opened, or all places are taken.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger.handle)
+        self.number = lib.proxyccl_ledger_join(ledger.pointer, self.descriptor)
+        if self.number < 0:
+            raise ResourceError(
+                f"this process can't use an agent's grants: {os.strerror(-self.number)} (at most "
+                f"{lib.PROXYCCL_LEDGER_PLACES} agents of a host use the grants of an agent)"
+            )
 
 
 class Ledger:
@@ -87,13 +106,14 @@ class Ledger:
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._mapped = memory.addresses()
-        self.pointer: Uint64Pointer = ffi.cast("uint64_t *", memory.ptr)
+        self.pointer: ProxycclLedgerPointer = ffi.cast("ProxycclLedger *", memory.ptr)
         self.words: Rows = np.ctypeslib.as_array((ctypes.c_uint64 * _WORDS).from_address(memory.ptr))
         self._next = itertools.count(1)
         self._lock = threading.Lock()
         self._unused: list[int] = []
         self._granted = np.zeros(_WORDS, bool)  # whether a slot's word is that of a granted block
-        self._locks: Locks | None = None
+        self._file: LedgerFile | None = None
+        self._place: Place | None = None
         self._births = itertools.count(1)
         self._watched: dict[int, weakref.finalize[..., Any]] = {}
         forks.finalizer(self, _unwatch, self._watched)  # the finalizers in `_watched` may outlive the agent
@@ -148,18 +168,24 @@ class Ledger:
         with self._lock:
             self._unused.append(number % _WORDS)
 
-    def locks(self) -> Locks:
-        """Returns the descriptor of this ledger's file, which the first call opens. Raises ResourceError."""
+    def place(self) -> Place:
+        """Returns the place of this process's transfers, which the first call takes. Raises ResourceError."""
         with self._lock:
-            if self._locks is None:
-                self._locks = Locks(self.handle)
-            return self._locks
+            if self._place is None:
+                self._place = Place(self)
+            return self._place
+
+    def _own_file(self) -> LedgerFile:
+        with self._lock:
+            if self._file is None:
+                self._file = LedgerFile(self.handle)
+            return self._file
 
     def grant(self, count: int) -> NDArray[np.uint64]:
         """Returns the numbers of `count` granted blocks. Raises ResourceError if there are too many registrations and
-        granted blocks, or if the ledger can't be opened to query its locks.
+        granted blocks, or if the ledger's file can't be opened for `wait`.
         """
-        self.locks()
+        self._own_file()
         with self._lock:
             slots = sorted(self._take(count))
             births = np.fromiter(itertools.islice(self._births, count), np.uint64, count)
@@ -171,7 +197,7 @@ class Ledger:
         """Returns the number of the grant with a key. Raises ResourceError like `grant`, or if the key's word is in
         use.
         """
-        self.locks()
+        self._own_file()
         number = number_of(key)
         with self._lock:
             slot = number % _WORDS
@@ -197,13 +223,13 @@ class Ledger:
                 self._unused += slots[slots < _SLOTS].tolist()
 
     def wait(self, grant: int, seconds: float) -> bool:
-        """Waits at most `seconds` until no transfer on this host holds a lock of a grant, which `grant`, the number of
-        its first block, identifies. Returns whether none does.
+        """Waits at most `seconds` until no transfer of a grant is active on this host. `grant` is the number of the
+        grant's first block. Returns whether none is active.
         """
-        descriptor = self.locks().descriptor
-        status = wait_in_slices(lambda ns: lib.proxyccl_ledger_wait(descriptor, grant, ns), errno.EBUSY, seconds)
+        pointer, file = self.pointer, self._own_file().descriptor
+        status = wait_in_slices(lambda ns: lib.proxyccl_ledger_wait(pointer, file, grant, ns), errno.EBUSY, seconds)
         if status not in (0, errno.EBUSY):
-            raise ResourceError(f"the locks of a grant can't be queried: {os.strerror(status)}")
+            raise ResourceError(f"the locks of a ledger can't be queried: {os.strerror(status)}")
         return status == 0
 
     def revoke_all(self) -> None:
@@ -236,6 +262,6 @@ def _unwatch(watched: dict[int, weakref.finalize[..., Any]]) -> None:
         each.detach()
 
 
-def _freed(end: Any, pointer: Uint64Pointer, number: int, _mapped: object) -> None:
+def _freed(end: Any, pointer: ProxycclLedgerPointer, number: int, _mapped: object) -> None:
     """Records that the memory was freed. Garbage collection calls this in any thread, so it must not take a lock."""
     end(pointer, number, True)

@@ -376,7 +376,7 @@ def set_check(transfer: Transfer, check: Check) -> Link | None:
 
 
 def set_grant(transfer: Transfer, granted: Granted, in_engine: ProxycclGrantedPointer) -> None:
-    """Makes the engine check a transfer's grant. `granted` keeps the memory and the descriptor of `in_engine`. Call
+    """Makes the engine check a transfer's grant. `granted` keeps the memory and the place of `in_engine`. Call
     `set_grant` before the first start.
     """
     transfer._granted = granted

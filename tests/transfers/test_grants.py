@@ -230,16 +230,16 @@ def test_a_canceled_read_is_not_waited_for(sides: Sides) -> None:
 
 
 def test_a_killed_reader_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forked child of the reader lives on."""
+    """A forked child of the reader lives on. Another reader takes the place of the killed one."""
     sides = Sides("process_vm", monkeypatch=monkeypatch)
-    grant, metadata = sides.grant(), sides.owner.metadata()
+    grant, metadata = sides.grant(key=3), sides.owner.metadata()
 
     def read(connection: socket.socket) -> None:
         with Agent("child") as reader:
             target = np.zeros(NBYTES, np.uint8)
             row = (reader.register(target).address, sides.address(0), NBYTES)
             reader.add(metadata)
-            held = Held(reader, reader.prepare("read", "owner", [row], grant=grant.encoded))
+            held = Held(reader, reader.prepare("read", "owner", [row], grant=3))
             if os.fork() != 0:
                 connection.send(held.transfer.state.name.encode())
             connection.recv(1)
@@ -249,6 +249,9 @@ def test_a_killed_reader_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
         assert not grant.revoke(wait=0.01)
         process.kill()
         assert grant.revoke(wait=10.0)
+        with sides.grant() as other:
+            sides.reader.read("owner", sides.rows(0), grant=other.encoded).wait()
+        assert sides.grant(key=3).revoke()
     sides.close()
 
 
