@@ -28,6 +28,7 @@ from proxyccl.channels.transfers.errors import (
     NameTakenError,
     NotRegisteredError,
     StaleReadError,
+    StaleWriteError,
     TransferTimeoutError,
     UnknownAgentError,
 )
@@ -392,20 +393,24 @@ class Agent:
 
     # Grants
 
-    def grant(self, blocks: Any, *, lease: float | None = None, key: int | None = None) -> Grant:
-        """Lets others read blocks of this agent's registered memory until the grant is revoked. Send the grant's bytes,
-        `Grant.encoded`, to the readers, which pass them to `read` or `prepare`. The memory must not change before the
-        grant is revoked. A reader can't be wrong: if the owner revokes the grant while a read is active, the read
-        raises StaleReadError.
+    def grant(self, blocks: Any, *, lease: float | None = None, key: int | None = None, writes: bool = False) -> Grant:
+        """Lets others read, or write, blocks of this agent's registered memory until the grant is revoked. Send the
+        grant's bytes, `Grant.encoded`, to the peers, which pass them to `read`, `write` or `prepare`. If the owner
+        revokes the grant while a transfer is active, the transfer raises StaleReadError or StaleWriteError.
+
+        With a grant for reads, the memory must not change before the grant is revoked. With a grant for writes, no byte
+        arrives after `Grant.revoke` has returned True, even if a writer was killed.
 
         Args:
             blocks: integers of shape (N, 2): address and bytes of each block. The blocks must be registered, and must
                 not overlap.
-            lease: the time in seconds after which `Grant.active` revokes the grant, and reads from this host raise
-                StaleReadError; None for no limit.
-            key: an integer from 0 to 2^40 - 1 that readers may pass instead of `Grant.encoded`, so that they need not
+            lease: the time in seconds after which `Grant.active` revokes the grant, and transfers of agents on this
+                host raise StaleReadError or StaleWriteError; None for no limit.
+            key: an integer from 0 to 2^40 - 1 that peers may pass instead of `Grant.encoded`, so that they need not
                 know the grant's bytes. The agent must never have used the key before. A grant with a key is revoked as
-                a whole, and a reader that passes the key does not check that the grant contains its blocks.
+                a whole, and a peer that passes the key does not check that the grant contains its blocks.
+            writes: whether the grant is for writes, rather than reads. Only agents of this host can write with a grant,
+                to host memory.
 
         Raises:
             ArgumentError: `blocks`, `lease` or `key` is invalid.
@@ -423,13 +428,15 @@ class Agent:
             if key is None:
                 numbers = self._ledger.grant(len(rows))
             else:
-                numbers = np.full(len(rows), self._ledger.grant_by_key(_as_key(key, "key")), np.uint64)
+                number = self._ledger.grant_by_key(_as_key(key, "key"), writes=writes)
+                numbers = np.full(len(rows), number, np.uint64)
         try:
             message = GrantMessage(
-                "proxyccl-grant-1",
+                "proxyccl-grant-2",
                 self.name,
                 self._token,
                 self._place.host,
+                bool(writes),
                 ends,
                 np.column_stack((rows, numbers)).tobytes(),
             )
@@ -438,17 +445,20 @@ class Agent:
             self._ledger.revoke(numbers)
             raise
 
-    def _granted(self, grant: bytes | int, name: str, known: Peer | None, rows: Rows) -> Blocks:
+    def _granted(self, grant: bytes | int, name: str, known: Peer | None, rows: Rows, writes: bool) -> Blocks:
         """Finds a transfer's blocks in a grant. Raises the errors of `prepare` for `grant`."""
         if isinstance(grant, bytes):
             message = GRANT.decode(grant, "an agent")
-            found = find_blocks(message, rows)
+            found = find_blocks(message, rows, writes=writes)
             if message.token != (self._token if known is None else known.token):
                 generations = {index: int(number) for index, number in enumerate(found.numbers)}
-                raise StaleReadError(f"the grant is of a former agent {name}, which has ended", name, generations, [])
+                text = f"the grant is of a former agent {name}, which has ended"
+                if writes:
+                    raise StaleWriteError(text, name, generations)
+                raise StaleReadError(text, name, generations, [])
         else:
-            number = number_of(_as_key(grant, "grant"))
-            found = Found(name, np.full(len(rows), number, np.uint64), number)
+            number = number_of(_as_key(grant, "grant"), writes=writes)
+            found = Found(name, writes, np.full(len(rows), number, np.uint64), number)
         ledger = self._ledger if known is None else known.ledger
         if ledger is not None:
             return BlocksOfHost(found, rows, ledger)
@@ -717,18 +727,19 @@ class Agent:
             peer: the other agent's name, or this agent's own.
             blocks: integers of shape (N, 3): local address, remote address, bytes. Both address ranges of each block
                 must be registered. The blocks that are written must not overlap.
-            grant: for a read, the bytes of the peer's `Grant`, whose blocks must contain the remote blocks, or the
-                grant's key.
+            grant: the bytes of the peer's `Grant`, whose blocks must contain the remote blocks, or the grant's key.
 
         Raises:
             ArgumentError: `operation` is neither "read" nor "write", `blocks` is not of shape (N, 3), or `grant` is not
                 a key.
-            MetadataError, NotGrantedError: `grant` is not a grant, or does not contain a block.
-            StaleReadError: the grant's agent has ended, and `peer` is a later agent of that name.
+            MetadataError, NotGrantedError: `grant` is not a grant, does not contain a block, or is for transfers in the
+                other direction.
+            StaleReadError, StaleWriteError: the grant's agent has ended, and `peer` is a later agent of that name.
             UnknownAgentError: no such agent was added.
             NotRegisteredError: a block lies outside registered memory.
             DisconnectedError: the peer can't be reached.
-            NoPathError: no device of this process can access both sides' memory, and no socket connects to the peer.
+            NoPathError: no device of this process can access both sides' memory, and no socket connects to the peer; or
+                the transfer is a write with a grant, and its path is none of "shared_memory", "process_vm" and "self".
         """
         if operation not in ("read", "write"):
             raise ArgumentError("operation", f'must be "read" or "write", not {operation!r}')
@@ -754,29 +765,28 @@ class Agent:
         """Prepares a transfer as `prepare` does, from blocks that `find_side` has found to be registered on both sides.
 
         Raises:
-            ArgumentError, MetadataError, NotGrantedError, StaleReadError: `grant` does not allow the read, or the
-                transfer is a write.
+            ArgumentError, MetadataError, NotGrantedError, StaleReadError, StaleWriteError: `grant` does not allow the
+                transfer.
             UnknownAgentError: the other agent was removed, even if another agent now has its name.
             NotRegisteredError: memory of a block was deregistered since `find_side`, even if it was registered again.
             DisconnectedError, NoPathError: no path leads to the peer or its memory (see `prepare`).
         """
         name, known = theirs.name, theirs.peer
-        if grant is not None and writes:
-            raise ArgumentError("grant", "protects reads; leave this argument out of a write")
         link = self._link(name, known)
-        granted = None if grant is None else self._granted(grant, name, known, rows)
         moved = rows[rows[:, 2] > 0]
         with self._lock:
             here, here_rows = ours.holders(moved[:, 0], self._own)
             there, there_rows = theirs.holders(moved[:, 1], self._regions(known))
         kinds = (ours.kind, theirs.kind) if len(moved) else (DRAM, DRAM)
-        transfer = self._preparer.prepare(Pair(link, known, name, writes, moved, kinds, (here, there)))
+        is_granted_write = writes and grant is not None
+        pair = Pair(link, known, name, writes, moved, kinds, (here, there), is_granted_write)
+        transfer = self._preparer.prepare(pair)
         set_guard(transfer, False, self._ledger, here_rows)
         ledger = self._ledger if known is None else known.ledger
         if ledger is not None:
             set_guard(transfer, True, ledger, there_rows)
-        if granted is not None:
-            granted.guard(transfer)
+        if grant is not None:
+            self._granted(grant, name, known, rows, writes).guard(transfer)
         return set_label(transfer, self._published.label(name, transfer.path.name))
 
     def read(
@@ -786,10 +796,12 @@ class Agent:
         `Transfer.start`."""
         return self.prepare("read", peer, blocks, grant=grant).start(message)
 
-    def write(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
+    def write(
+        self, peer: str, blocks: Any, *, message: bytes | None = None, grant: bytes | int | None = None
+    ) -> Transfer:
         """Starts to write blocks to another agent's memory. Has the arguments and errors of `prepare` and
         `Transfer.start`."""
-        return self.prepare("write", peer, blocks).start(message)
+        return self.prepare("write", peer, blocks, grant=grant).start(message)
 
     def wait(self, transfers: Iterable[Transfer], timeout: float | None = None) -> None:
         """Waits until all data of the given transfers has arrived.

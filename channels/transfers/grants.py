@@ -1,8 +1,10 @@
-"""Grants: an owner of memory lets others read blocks until it revokes the grant, and readers find out whether it did.
+"""Grants: an owner of memory lets others read or write blocks until it revokes the grant, and they find out whether it
+did.
 
 A reader that has copied a granted block checks the block's number in the owner's ledger afterwards (pairing grant in
 MEMORY_ORDER.md). The owner changes the number before it overwrites the block. So if the number is unchanged after the
-copy, the copy is whole. A sequence lock works in the same way.
+copy, the copy is whole. A sequence lock works in the same way. A write is different: the owner waits until the write
+has ended.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from proxyccl.channels.transfers.errors import (
     MetadataError,
     NotGrantedError,
     StaleReadError,
+    StaleWriteError,
 )
 from proxyccl.channels.transfers.ledger import Ledger
 from proxyccl.channels.transfers.metadata import LONGEST_NAME
@@ -49,14 +52,16 @@ class GrantMessage(Message, frozen=True):
     Attributes:
         agent, token: the owner's name and token.
         host: the boot id of the owner's machine.
+        writes: whether the grant is for writes, rather than reads.
         deadline: the end of the lease in ns of the host's CLOCK_MONOTONIC; 0 without a lease.
         rows: uint64 of shape (N, 3), as bytes: each block's address, size and number, sorted by address.
     """
 
-    format: Literal["proxyccl-grant-1"]
+    format: Literal["proxyccl-grant-2"]
     agent: Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
     token: Annotated[bytes, Meta(max_length=64)]
     host: Annotated[str, Meta(max_length=64)]
+    writes: bool
     deadline: Uint64
     rows: bytes
 
@@ -73,14 +78,14 @@ GRANT = Codec(GrantMessage, _LIMIT, "grant", MetadataError)
 
 
 class Grant:
-    """Blocks of this agent's memory that others may read until `revoke`. `Agent.grant` makes a grant. Closing the agent
-    revokes all its grants, but dropping the `Grant` does not.
+    """Blocks of this agent's memory that others may read, or write, until `revoke`. `Agent.grant` makes a grant.
+    Closing the agent revokes all its grants, but dropping the `Grant` does not.
 
     Any thread may call the methods. As a context manager, revokes the grant at the end of the block. A forked child can
     neither revoke its parent's grant nor end it by leaving such a block.
 
     Attributes:
-        encoded: the bytes that readers pass as `grant` to `Agent.read` and `Agent.prepare`.
+        encoded: the bytes that peers pass as `grant` to `Agent.read`, `Agent.write` and `Agent.prepare`.
     """
 
     def __init__(self, ledger: Ledger, message: GrantMessage) -> None:
@@ -104,25 +109,29 @@ class Grant:
 
     @property
     def active(self) -> bool:
-        """Whether others may read some of the blocks. If the lease has ended, revokes the grant."""
+        """Whether others may still access some of the blocks. If the lease has ended, revokes the grant."""
         if self._deadline and time.monotonic_ns() >= self._deadline and self._process.is_here:
             self.revoke()
         return bool(self._ledger.holds_each(self._numbers).any())
 
     def revoke(self, addresses: Any = None, *, wait: float = 0.0) -> bool:
-        """Revokes blocks. When this returns, the program may overwrite these blocks, or deregister and free them. Later
-        reads of the blocks raise StaleReadError, and so does a read that is still active when this returns. A second
-        call for a block does nothing.
+        """Revokes blocks. Later reads or writes of the blocks raise StaleReadError or StaleWriteError, and so does a
+        transfer that is still active when this returns.
+
+        If the grant is for reads, the program may overwrite the blocks, or deregister and free them, when this returns.
+        If the grant is for writes, the program may do so when this returns True, because no byte of a write arrives
+        after that. If this returns False, bytes of active writes may still arrive: call this again to wait for the end
+        of these writes.
 
         Args:
             addresses: the addresses of the blocks to revoke; None for all blocks.
-            wait: the longest time in seconds to wait for active reads of the grant, so that they complete. The wait
-                ends early when no agent of this host reads. Readers on other hosts are not waited for, nor is a reader
-                that can't map this agent's ledger, which the reader's RuntimeWarning says.
+            wait: the longest time in seconds to wait for active transfers of the grant, so that they complete. The wait
+                ends early when no agent of this host transfers. Readers on other hosts are not waited for, nor is a
+                reader that can't map this agent's ledger, which the reader's RuntimeWarning says.
 
         Returns:
-            Whether no agent of this host was still reading when the blocks were revoked. A killed process does not
-            count.
+            Whether no transfer of the grant by an agent of this host was still active when the blocks were revoked.
+            Transfers of a killed process do not count.
 
         Raises:
             ArgumentError: an address is not that of a block of this grant, or `wait` is not a time.
@@ -165,23 +174,29 @@ class Found(Struct, frozen=True, eq=False):
 
     Attributes:
         owner: the name of the grant's agent.
+        writes: whether the transfer is a write.
         numbers: for each of the transfer's rows, the number of its granted block.
         grant: the number of the grant's first block.
         deadline: the end of the lease in ns of this host's CLOCK_MONOTONIC; 0 without a lease, or on another host.
     """
 
     owner: str
+    writes: bool
     numbers: NDArray[np.uint64]
     grant: int
     deadline: int = 0
 
 
-def find_blocks(message: GrantMessage, rows: Rows) -> Found:
+def find_blocks(message: GrantMessage, rows: Rows, *, writes: bool) -> Found:
     """Finds for each row of (local address, remote address, bytes) the granted block that contains the remote bytes.
 
     Raises:
-        NotGrantedError: the remote bytes of a row do not lie within one granted block.
+        NotGrantedError: the remote bytes of a row do not lie within one granted block, or the grant is for transfers in
+            the other direction.
     """
+    if message.writes != writes:
+        allowed = "writes" if message.writes else "reads"
+        raise NotGrantedError(f"agent {message.agent} has granted {allowed} of the blocks only", message.agent)
     starts, sizes, numbers = message.blocks.T
     index = find_outside(starts, starts + sizes, rows[:, 1], rows[:, 2])
     if index is not None:
@@ -193,7 +208,7 @@ def find_blocks(message: GrantMessage, rows: Rows) -> Found:
         )
     of_rows: NDArray[np.uint64] = numbers[np.searchsorted(starts, rows[:, 1], "right") - 1]
     deadline = message.deadline if message.host == boot_id() else 0
-    return Found(message.agent, of_rows, int(numbers[0]), deadline)
+    return Found(message.agent, writes, of_rows, int(numbers[0]), deadline)
 
 
 class Blocks(Granted):
@@ -205,7 +220,8 @@ class Blocks(Granted):
     """
 
     def __init__(self, found: Found, rows: Rows) -> None:
-        self._owner, self._deadline, self._rows, self._numbers = found.owner, found.deadline, rows, found.numbers
+        self._owner, self._writes, self._deadline = found.owner, found.writes, found.deadline
+        self._rows, self._numbers = rows, found.numbers
 
     def guard(self, transfer: Transfer) -> None:
         """Makes a transfer that was not started check the grant."""
@@ -217,11 +233,13 @@ class Blocks(Granted):
     def _raise_stale(self, stale: NDArray[np.bool_], when: str) -> None:
         indices = np.flatnonzero(stale).tolist()
         generations = {index: int(self._numbers[index]) for index in indices}
-        whole = [] if when.startswith("before") else np.flatnonzero(~stale).tolist()
         text = (
             f"agent {self._owner} revoked {len(indices)} of {len(stale)} blocks {when}; the first is block "
             f"{indices[0]} at {int(self._rows[indices[0], 1]):#x}, generation {generations[indices[0]]}"
         )
+        if self._writes:
+            raise StaleWriteError(text, self._owner, generations)
+        whole = [] if when.startswith("before") else np.flatnonzero(~stale).tolist()
         raise StaleReadError(text, self._owner, generations, whole)
 
 
@@ -242,7 +260,8 @@ class BlocksOfHost(Blocks):
 
     def raise_stale(self, *, started: bool = True) -> None:
         stale = np.ones(len(self._numbers), bool) if self._is_late() else ~self._ledger.holds_each(self._numbers)
-        self._raise_stale(stale, "during the read" if started else "before the read began")
+        what = "write" if self._writes else "read"
+        self._raise_stale(stale, f"during the {what}" if started else f"before the {what} began")
 
 
 class Fence(Blocks, Check):

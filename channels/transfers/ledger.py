@@ -38,9 +38,9 @@ _SLOTS = _WORDS - _KEY_SLOTS
 _KEY_BIRTHS = 1 << 42
 
 
-def number_of(key: int) -> int:
+def number_of(key: int, *, writes: bool) -> int:
     """Returns the number of a grant with a key, from 0 to `MOST_KEYS` - 1."""
-    return (_KEY_BIRTHS + key) * _WORDS + _WORDS - 1 - key % _KEY_SLOTS
+    return (_KEY_BIRTHS + writes * MOST_KEYS + key) * _WORDS + _WORDS - 1 - key % _KEY_SLOTS
 
 
 class LedgerFile:
@@ -193,12 +193,12 @@ class Ledger:
             self.words[slots], self._granted[slots] = numbers, True
         return numbers
 
-    def grant_by_key(self, key: int) -> int:
+    def grant_by_key(self, key: int, *, writes: bool) -> int:
         """Returns the number of the grant with a key. Raises ResourceError like `grant`, or if the key's word is in
         use.
         """
         self._own_file()
-        number = number_of(key)
+        number = number_of(key, writes=writes)
         with self._lock:
             slot = number % _WORDS
             if self._granted[slot]:
@@ -210,8 +210,9 @@ class Ledger:
         return number
 
     def revoke(self, numbers: NDArray[np.uint64], *, ends: bool = True) -> None:
-        """Revokes granted blocks: no transfer of these blocks starts afterwards. If `ends` is True, active reads of the
-        blocks become stale, and the memory may be overwritten. Does nothing for blocks that are revoked already.
+        """Revokes granted blocks: no transfer of these blocks starts afterwards. If `ends` is True, active transfers of
+        the blocks become stale, and memory that is read may be overwritten. Does nothing for blocks that are revoked
+        already.
         """
         with self._lock:
             words = self.words[numbers % np.uint64(_WORDS)]

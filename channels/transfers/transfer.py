@@ -50,7 +50,7 @@ class State(Enum):
     REFUSED = lib.PROXYCCL_TRANSFER_REFUSED
     FAILED = lib.PROXYCCL_TRANSFER_FAILED
     STALE = lib.PROXYCCL_TRANSFER_STALE
-    """The owner revoked a granted block before the read was complete."""
+    """The owner revoked a granted block before the transfer was complete."""
 
 
 class Granted(Protocol):
@@ -192,7 +192,8 @@ class Transfer:
             ActiveError: the transfer is active.
             ArgumentError: the message is longer than 256 MiB, or the stream is invalid or being captured into a graph.
             ClosedError: the transfer was closed, or this process is a forked child.
-            StaleReadError: a granted block was revoked already. Only peers on this host are checked before the start.
+            StaleReadError, StaleWriteError: a granted block was revoked already. Only peers on this host are checked
+                before the start.
         """
         if self._check is None:
             self._post(message, stream)
@@ -240,7 +241,7 @@ class Transfer:
             NotStartedError: the transfer was never started.
             DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: the transfer failed
                 or was canceled.
-            StaleReadError: the owner revoked a granted block before the read was complete.
+            StaleReadError, StaleWriteError: the owner revoked a granted block before the transfer was complete.
         """
         state = lib.proxyccl_transfer_help(self._open())
         if state == _DONE and self._check is None:
@@ -258,7 +259,7 @@ class Transfer:
             NotStartedError: the transfer was never started.
             DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: the transfer failed
                 or was canceled.
-            StaleReadError: the owner revoked a granted block before the read was complete.
+            StaleReadError, StaleWriteError: the owner revoked a granted block before the transfer was complete.
         """
         if self._outcome(self.state):
             return

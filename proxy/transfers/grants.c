@@ -28,8 +28,8 @@ int proxyccl_ledger_join(ProxycclLedger *ledger, int file) {
     struct flock lock = lock_of(F_WRLCK, place);
     if (fcntl(file, F_OFD_SETLK, &lock) == 0) {
       if (place < used) memset(ledger->active[place], 0, sizeof ledger->active[place]); /* of a killed process */
-      while (used <= place && !__atomic_compare_exchange_n(&ledger->places, &used, place + 1, 0, __ATOMIC_RELAXED,
-                                                           __ATOMIC_RELAXED)) {}
+      while (used <= place &&
+             !__atomic_compare_exchange_n(&ledger->places, &used, place + 1, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
       return (int)place;
     }
     if (errno != EAGAIN && errno != EACCES) return -errno;
@@ -99,6 +99,10 @@ int grant_enter(const ProxycclGranted *granted) {
   if (holds(granted, 1)) return 0;
   count_end(granted);
   return ESTALE;
+}
+
+int grant_stands(const ProxycclTransfer *transfer) {
+  return !transfer->writes || transfer->granted.count == 0 || holds(&transfer->granted, 0);
 }
 
 int grant_leave(const ProxycclGranted *granted) {

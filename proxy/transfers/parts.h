@@ -441,6 +441,8 @@ void link_look(ProxycclLink *link);                     /* ends the link if the 
 /* grants.c */
 /* Counts a transfer of granted blocks as active. Returns 0, or ESTALE if a block is revoked. */
 int grant_enter(const ProxycclGranted *granted);
+/* Returns whether the next piece may be copied: a write stops when its grant is revoked. */
+int grant_stands(const ProxycclTransfer *transfer);
 /* Counts a transfer as ended. Returns whether no block was revoked before. */
 int grant_leave(const ProxycclGranted *granted);
 

@@ -55,7 +55,8 @@ void proxyccl_ledger_end(ProxycclLedger *ledger, uint64_t number, int freed) {
     if (freed || before != ~number) return;
     __atomic_store_n(word, 0, __ATOMIC_RELEASE);
   }
-  __atomic_add_fetch(&ledger->words[0], 1, __ATOMIC_RELEASE); /* release: a reader of the count also sees the word above */
+  __atomic_add_fetch(&ledger->words[0], 1,
+                     __ATOMIC_RELEASE); /* release: a reader of the count also sees the word above */
 }
 
 uint64_t proxyccl_ledger_count(const ProxycclLedger *ledger) {

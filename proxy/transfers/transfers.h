@@ -157,9 +157,9 @@ int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t byte
 int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms);
 
 /* An agent's ledger shows which of its registrations are valid, in memory that peers of the host map. Each registration
- * has a number n, which is never used again, and uses the word n % PROXYCCL_LEDGER_WORDS. The word is n while the memory
- * is registered, and ~n if the memory was freed before it was deregistered. Word 0 counts the registrations that have
- * ended. Unused pages of a ledger take no memory. */
+ * has a number n, which is never used again, and uses the word n % PROXYCCL_LEDGER_WORDS. The word is n while the
+ * memory is registered, and ~n if the memory was freed before it was deregistered. Word 0 counts the registrations that
+ * have ended. Unused pages of a ledger take no memory. */
 enum { PROXYCCL_LEDGER_WORDS = 1 << 20, PROXYCCL_LEDGER_PLACES = 1 << 10, PROXYCCL_LEDGER_COUNTS = 1 << 12 };
 typedef struct ProxycclLedger {
   uint64_t words[PROXYCCL_LEDGER_WORDS];
@@ -180,13 +180,13 @@ void proxyccl_ledger_revoke(ProxycclLedger *ledger, const uint64_t *numbers, uin
  * reader calls this function after it has copied the granted memory: the data of all numbers before the index was not
  * overwritten. */
 uint64_t proxyccl_ledger_revoked(const ProxycclLedger *ledger, const uint64_t *numbers, uint64_t count, int starts);
-/* Takes a place in a ledger for this process's transfers, until the open file description of `file`, a descriptor of the
- * ledger's file, is closed. The description must have no other place. Returns the place, or a negated errno: EUSERS if
- * all places are taken. */
+/* Takes a place in a ledger for this process's transfers, until the open file description of `file`, a descriptor of
+ * the ledger's file, is closed. The description must have no other place. Returns the place, or a negated errno: EUSERS
+ * if all places are taken. */
 int proxyccl_ledger_join(ProxycclLedger *ledger, int file);
 /* Waits until no transfer of a grant is active in a process that maps the ledger. `file`: a descriptor of the ledger's
- * file, whose open file description has no place. `grant`: the number of the grant's first block. Returns 0, EBUSY after
- * the time-out, or an errno of fcntl. */
+ * file, whose open file description has no place. `grant`: the number of the grant's first block. Returns 0, EBUSY
+ * after the time-out, or an errno of fcntl. */
 int proxyccl_ledger_wait(ProxycclLedger *ledger, int file, uint64_t grant, uint64_t timeout_ns);
 
 /* Creates a link over a connected stream socket. Takes ownership of the socket, even if it fails. `peer_secret`: the
@@ -267,7 +267,8 @@ typedef struct ProxycclGranted {
   uint32_t place;    /* this process's place in the ledger */
 } ProxycclGranted;
 /* Sets the grant of a transfer. A start then returns ESTALE if a block is revoked, and a transfer whose blocks are
- * revoked before its copies are complete ends as PROXYCCL_TRANSFER_STALE. */
+ * revoked before its copies are complete ends as PROXYCCL_TRANSFER_STALE. A write must be a transfer of
+ * proxyccl_transfer_create, whose copies have all ended when the transfer ends. */
 void proxyccl_transfer_set_grant(ProxycclTransfer *transfer, const ProxycclGranted *granted);
 /* Sets a number that the transfer's log records contain, and by which Python finds the transfer's peer and path. */
 void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);

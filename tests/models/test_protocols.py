@@ -94,6 +94,7 @@ BUGS = {
     "a transfer is no longer counted before the block is copied": ("reordering", 11),
     "the counts are read before the block is revoked": ("reordering", 12),
     "a device copies a block after the process has ended": ("reordering", 13),
+    "a block is written before its number is read": ("reordering", 14),
     "packets are never cleared": ("packets", 1),
     "packets of one parity are cleared": ("packets", 2),
     "the last flag of a lap is 0": ("packets", 3),

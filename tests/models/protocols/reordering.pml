@@ -143,8 +143,8 @@ end:
   od
 }
 
-/* counts: a transfer is counted, and copies the block unless the block is revoked; the owner revokes the block, and
- * reuses it when no transfer is counted, or the process of the transfer has ended, as the kernel's lock shows. */
+/* counts: a transfer is counted, and reads or writes the block unless the block is revoked; the owner revokes the block,
+ * and reuses it when no transfer is counted, or the process of the transfer has ended, as the kernel's lock shows. */
 byte counted, revoked, starts, reused;
 bool ended;
 
@@ -153,7 +153,7 @@ end:
   do
   STEP(a1, true, counted = 1)
   STEP(a2, a1 || BUG(10), starts = !revoked) /* grant-start: a full fence */
-  STEP(a3, a2, assert(!starts || !reused))
+  STEP(a3, a2 || BUG(14), assert((a2 && !starts) || !reused)) /* a branch, which no write precedes */
   STEP(c1, a2 && (a3 || BUG(11)), counted = 0) /* grant-end: release */
   :: !ended -> ended = true; /* killed: the kernel unlocks after the last access of the process */
     if
