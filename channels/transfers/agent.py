@@ -292,9 +292,10 @@ class Agent:
             shares += shares_of(mapped)
         with self._lock:
             self._require_open()
-            for copier in set(copiers.values()) - self._serving.keys():
-                self._serving[copier], kept = copier.staging(None if self._fabric is None else self._fabric.stages)
-                self._keep_serving(kept)
+            for copier in copiers.values():
+                if copier not in self._serving:
+                    self._serving[copier], kept = copier.staging(None if self._fabric is None else self._fabric.stages)
+                    self._keep_serving(kept)
             if self._fabric is None:
                 self._begin(regions, mapped)
             else:  # with the lock held, because `deregister` keeps only regions in `_own`
@@ -307,27 +308,30 @@ class Agent:
                 self._reached.add(shares)
 
     def _begin(self, regions: Sequence[Region], mapped: Mapping[Region, SharedMemory]) -> None:
+        own, ledger = self._own, self._ledger
         numbers: dict[Region, int] = {}
-        begun, ended = [], []
+        new, ended = [], []
+        for region in regions:
+            if region not in numbers:
+                number = numbers[region] = own.number(region)
+                if not ledger.holds(number):
+                    new.append(region)
+                    if number:
+                        ended.append(number)
+        begun = ledger.begin(len(new))
+        numbers.update(zip(new, begun, strict=True))
         try:
-            for region in regions:
-                before = numbers.get(region) or self._own.number(region)
-                if self._ledger.holds(before):
-                    numbers[region] = before
-                    continue
-                memory = mapped.get(region)
-                numbers[region] = self._ledger.begin(None if memory is None else memory.addresses())
-                begun.append(numbers[region])
-                if before:
-                    ended.append(before)
-            self._change_memory([region for region in numbers if region not in self._own], adds=True)
+            for region in new if mapped else ():
+                if region in mapped:
+                    ledger.watch(numbers[region], mapped[region].addresses())
+            self._change_memory([region for region in new if region not in own], adds=True)
         except BaseException:
             for number in begun:
-                self._ledger.end(number)
+                ledger.end(number)
             raise
-        self._own.add(regions, [numbers[region] for region in regions])
+        own.add(regions, [numbers[region] for region in regions])
         for number in ended:
-            self._ledger.end(number)
+            ledger.end(number)
 
     def deregister(self, *regions: Region) -> None:
         """Ends the registration of all of the regions or, if one isn't registered, of none. After `deregister` returns,

@@ -109,7 +109,8 @@ class Grant:
 
     @property
     def active(self) -> bool:
-        """Whether others may still access some of the blocks. If the lease has ended, revokes the grant."""
+        """Whether transfers of some of the blocks may start. If the lease has ended, revokes the grant. For a grant for
+        writes, only `revoke` says whether all writes have ended."""
         if self._deadline and time.monotonic_ns() >= self._deadline and self._process.is_here:
             self.revoke()
         return bool(self._ledger.holds_each(self._numbers).any())

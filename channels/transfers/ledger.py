@@ -43,15 +43,20 @@ def number_of(key: int, *, writes: bool) -> int:
     return (_KEY_BIRTHS + writes * MOST_KEYS + key) * _WORDS + _WORDS - 1 - key % _KEY_SLOTS
 
 
-class LedgerFile:
-    """A descriptor of a ledger's file, with its own open file description, to which locks of the file belong.
+class Place:
+    """A process's place in a ledger, where its active transfers are counted. A lock of the ledger's file shows that the
+    process has not ended.
+
+    Attributes:
+        number: the number of the place.
+        descriptor: a descriptor of the ledger's file. It has its own open file description, to which the lock belongs.
 
     Raises:
-        ResourceError: the file can't be opened, for example because /proc is not mounted.
+        ResourceError: the file can't be opened, for example because /proc is not mounted, or all places are taken.
     """
 
-    def __init__(self, handle: bytes) -> None:
-        opened, _, _ = open_descriptor(handle)
+    def __init__(self, ledger: Ledger) -> None:
+        opened, _, _ = open_descriptor(ledger.handle)
         try:  # `opened` may share its description with the owner's descriptor
             self.descriptor = os.open(f"/proc/self/fd/{opened}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -60,32 +65,14 @@ class LedgerFile:
             os.close(opened)
         forks.keep_from_children(self)
         forks.finalizer(self, os.close, self.descriptor)
-
-    def close(self) -> None:
-        """Closes a forked child's copy of the descriptor, which would hold the parent's locks after the parent's
-        end.
-        """
-        os.close(self.descriptor)
-
-
-class Place(LedgerFile):
-    """The place of this process's transfers in a ledger, where they are counted while they are active.
-
-    Attributes:
-        number: the number of the place.
-
-    Raises:
-        ResourceError: the ledger's file can't be opened, or all places are taken.
-    """
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__(ledger.handle)
         self.number = lib.proxyccl_ledger_join(ledger.pointer, self.descriptor)
         if self.number < 0:
-            raise ResourceError(
-                f"this process can't use an agent's grants: {os.strerror(-self.number)} (at most "
-                f"{lib.PROXYCCL_LEDGER_PLACES} agents of a host use the grants of an agent)"
-            )
+            places = f"at most {lib.PROXYCCL_LEDGER_PLACES} agents of a host can use the grants of an agent"
+            raise ResourceError(f"an agent's grants can't be used: {os.strerror(-self.number)} ({places})")
+
+    def close(self) -> None:
+        """Closes a forked child's copy of the descriptor, which would hold the parent's lock after the parent's end."""
+        os.close(self.descriptor)
 
 
 class Ledger:
@@ -112,7 +99,6 @@ class Ledger:
         self._lock = threading.Lock()
         self._unused: list[int] = []
         self._granted = np.zeros(_WORDS, bool)  # whether a slot's word is that of a granted block
-        self._file: LedgerFile | None = None
         self._place: Place | None = None
         self._births = itertools.count(1)
         self._watched: dict[int, weakref.finalize[..., Any]] = {}
@@ -146,18 +132,17 @@ class Ledger:
         """Returns whether a registration has not ended and its memory was not freed."""
         return bool(number) and int(self.words[number % _WORDS]) == number
 
-    def begin(self, pages: object = None) -> int:
-        """Begins a registration, and returns its number. When the object `pages`, if given, is garbage-collected, the
-        ledger records that the memory was freed. Raises ResourceError if there are too many registrations.
-        """
+    def begin(self, count: int) -> list[int]:
+        """Begins registrations, and returns their numbers. Raises ResourceError if there are too many registrations."""
         with self._lock:
-            (slot,) = self._take(1)
-            number = next(self._births) * _WORDS + slot
-        lib.proxyccl_ledger_begin(self.pointer, number)
-        if pages is not None:
-            end = lib.proxyccl_ledger_end
-            self._watched[number] = forks.finalizer(pages, _freed, end, self.pointer, number, self._mapped)
-        return number
+            numbers = [next(self._births) * _WORDS + slot for slot in self._take(count)]
+        lib.proxyccl_ledger_begin(self.pointer, ffi.new("uint64_t[]", numbers), count)
+        return numbers
+
+    def watch(self, number: int, pages: object) -> None:
+        """Makes the ledger record that a registration's memory was freed, when `pages` is garbage-collected."""
+        end = lib.proxyccl_ledger_end
+        self._watched[number] = forks.finalizer(pages, _freed, end, self.pointer, number, self._mapped)
 
     def end(self, number: int) -> None:
         """Ends a registration."""
@@ -175,17 +160,11 @@ class Ledger:
                 self._place = Place(self)
             return self._place
 
-    def _own_file(self) -> LedgerFile:
-        with self._lock:
-            if self._file is None:
-                self._file = LedgerFile(self.handle)
-            return self._file
-
     def grant(self, count: int) -> NDArray[np.uint64]:
         """Returns the numbers of `count` granted blocks. Raises ResourceError if there are too many registrations and
-        granted blocks, or if the ledger's file can't be opened for `wait`.
+        granted blocks, or if `place` raises the error.
         """
-        self._own_file()
+        self.place()
         with self._lock:
             slots = sorted(self._take(count))
             births = np.fromiter(itertools.islice(self._births, count), np.uint64, count)
@@ -197,7 +176,7 @@ class Ledger:
         """Returns the number of the grant with a key. Raises ResourceError like `grant`, or if the key's word is in
         use.
         """
-        self._own_file()
+        self.place()
         number = number_of(key, writes=writes)
         with self._lock:
             slot = number % _WORDS
@@ -227,8 +206,8 @@ class Ledger:
         """Waits at most `seconds` until no transfer of a grant is active on this host. `grant` is the number of the
         grant's first block. Returns whether none is active.
         """
-        pointer, file = self.pointer, self._own_file().descriptor
-        status = wait_in_slices(lambda ns: lib.proxyccl_ledger_wait(pointer, file, grant, ns), errno.EBUSY, seconds)
+        where = self.pointer, self.place().descriptor, self.place().number
+        status = wait_in_slices(lambda ns: lib.proxyccl_ledger_wait(*where, grant, ns), errno.EBUSY, seconds)
         if status not in (0, errno.EBUSY):
             raise ResourceError(f"the locks of a ledger can't be queried: {os.strerror(status)}")
         return status == 0
@@ -245,9 +224,8 @@ class Ledger:
 
     def _take(self, count: int) -> list[int]:
         """Takes unused slots, with the lock held. Raises ResourceError if there are not enough."""
-        taken = min(count, len(self._unused))
-        slots = [self._unused.pop() for _ in range(taken)]
-        slots += itertools.islice(self._next, count - taken)
+        unused = self._unused
+        slots = [unused.pop() if unused else next(self._next) for _ in range(count)]
         if slots and max(slots) >= _SLOTS:
             self._unused += [slot for slot in slots if slot < _SLOTS]
             raise ResourceError(f"an agent has at most {_SLOTS - 1} registered regions and granted blocks")

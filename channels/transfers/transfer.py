@@ -256,10 +256,7 @@ class Transfer:
 
         Raises:
             TransferTimeoutError: the transfer is still active.
-            NotStartedError: the transfer was never started.
-            DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: the transfer failed
-                or was canceled.
-            StaleReadError, StaleWriteError: the owner revoked a granted block before the transfer was complete.
+            NotStartedError, TransferError: as for `done`.
         """
         if self._outcome(self.state):
             return

@@ -55,11 +55,12 @@ uint64_t proxyccl_ledger_revoked(const ProxycclLedger *ledger, const uint64_t *n
 }
 
 /* Returns EBUSY if a transfer of the grant is active in a process that has not ended, else 0 or an errno. */
-static int look(ProxycclLedger *ledger, int file, uint64_t grant) {
+static int look(ProxycclLedger *ledger, int file, uint32_t own, uint64_t grant) {
   const uint32_t places = __atomic_load_n(&ledger->places, __ATOMIC_RELAXED);
   for (uint32_t place = 0; place < places; ++place) {
     /* Pairing grant-end, acquire: before the memory is overwritten. */
     if (__atomic_load_n(count_of(ledger, place, grant), __ATOMIC_ACQUIRE) == 0) continue;
+    if (place == own) return EBUSY;
     struct flock lock = lock_of(F_WRLCK, place);
     if (fcntl(file, F_OFD_GETLK, &lock) != 0) return errno;
     if (lock.l_type != F_UNLCK) return EBUSY;
@@ -67,10 +68,10 @@ static int look(ProxycclLedger *ledger, int file, uint64_t grant) {
   return 0;
 }
 
-int proxyccl_ledger_wait(ProxycclLedger *ledger, int file, uint64_t grant, uint64_t timeout_ns) {
+int proxyccl_ledger_wait(ProxycclLedger *ledger, int file, uint32_t own, uint64_t grant, uint64_t timeout_ns) {
   const uint64_t deadline = now_ns() + timeout_ns;
   for (;;) {
-    const int status = look(ledger, file, grant);
+    const int status = look(ledger, file, own, grant);
     if (status != EBUSY || now_ns() >= deadline) return status;
     nanosleep(&(struct timespec){0, PAUSE_NS}, NULL);
   }

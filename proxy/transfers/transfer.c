@@ -45,8 +45,9 @@ void transfer_end_deregistered(ProxycclTransfer *transfer) {
   transfer_end(transfer, freed ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_REFUSED);
 }
 
-void proxyccl_ledger_begin(ProxycclLedger *ledger, uint64_t number) {
-  __atomic_store_n(&ledger->words[number % PROXYCCL_LEDGER_WORDS], number, __ATOMIC_RELEASE);
+void proxyccl_ledger_begin(ProxycclLedger *ledger, const uint64_t *numbers, uint64_t count) {
+  for (uint64_t i = 0; i < count; ++i)
+    __atomic_store_n(&ledger->words[numbers[i] % PROXYCCL_LEDGER_WORDS], numbers[i], __ATOMIC_RELEASE);
 }
 
 void proxyccl_ledger_end(ProxycclLedger *ledger, uint64_t number, int freed) {

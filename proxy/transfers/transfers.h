@@ -167,7 +167,7 @@ typedef struct ProxycclLedger {
   /* For each place, the numbers of active transfers of granted blocks, by a hash of the grant. */
   uint32_t active[PROXYCCL_LEDGER_PLACES][PROXYCCL_LEDGER_COUNTS];
 } ProxycclLedger;
-void proxyccl_ledger_begin(ProxycclLedger *ledger, uint64_t number);
+void proxyccl_ledger_begin(ProxycclLedger *ledger, const uint64_t *numbers, uint64_t count);
 /* Ends a registration, unless it has ended already. `freed`: whether the memory is no longer mapped. Thread-safe. */
 void proxyccl_ledger_end(ProxycclLedger *ledger, uint64_t number, int freed);
 uint64_t proxyccl_ledger_count(const ProxycclLedger *ledger);
@@ -184,10 +184,10 @@ uint64_t proxyccl_ledger_revoked(const ProxycclLedger *ledger, const uint64_t *n
  * the ledger's file, is closed. The description must have no other place. Returns the place, or a negated errno: EUSERS
  * if all places are taken. */
 int proxyccl_ledger_join(ProxycclLedger *ledger, int file);
-/* Waits until no transfer of a grant is active in a process that maps the ledger. `file`: a descriptor of the ledger's
- * file, whose open file description has no place. `grant`: the number of the grant's first block. Returns 0, EBUSY
- * after the time-out, or an errno of fcntl. */
-int proxyccl_ledger_wait(ProxycclLedger *ledger, int file, uint64_t grant, uint64_t timeout_ns);
+/* Waits until no transfer of a grant is active in a process that maps the ledger. `file`, `own`: the argument and the
+ * result of the calling process's proxyccl_ledger_join. `grant`: the number of the grant's first block. Returns 0,
+ * EBUSY after the time-out, or an errno of fcntl. */
+int proxyccl_ledger_wait(ProxycclLedger *ledger, int file, uint32_t own, uint64_t grant, uint64_t timeout_ns);
 
 /* Creates a link over a connected stream socket. Takes ownership of the socket, even if it fails. `peer_secret`: the
  * secret of the agent at the other end. `process`: a pidfd of the peer's process, which this function also takes
