@@ -28,6 +28,7 @@ from proxyccl.channels.transfers.errors import (
     NameTakenError,
     NotRegisteredError,
     StaleReadError,
+    StaleWriteError,
     TransferTimeoutError,
     UnknownAgentError,
 )
@@ -44,7 +45,7 @@ from proxyccl.channels.transfers.grants import (
     find_blocks,
 )
 from proxyccl.channels.transfers.host_memory import mapped_memory, shares_of
-from proxyccl.channels.transfers.ledger import LEDGER_BYTES, MOST_KEYS, Ledger, Locks, number_of
+from proxyccl.channels.transfers.ledger import LEDGER_BYTES, MOST_KEYS, Ledger, number_of
 from proxyccl.channels.transfers.losses import event_of_losses
 from proxyccl.channels.transfers.metadata import LONGEST_NAME, METADATA, Metadata, Place
 from proxyccl.channels.transfers.paths import (
@@ -291,9 +292,10 @@ class Agent:
             shares += shares_of(mapped)
         with self._lock:
             self._require_open()
-            for copier in set(copiers.values()) - self._serving.keys():
-                self._serving[copier], kept = copier.staging(None if self._fabric is None else self._fabric.stages)
-                self._keep_serving(kept)
+            for copier in copiers.values():
+                if copier not in self._serving:
+                    self._serving[copier], kept = copier.staging(None if self._fabric is None else self._fabric.stages)
+                    self._keep_serving(kept)
             if self._fabric is None:
                 self._begin(regions, mapped)
             else:  # with the lock held, because `deregister` keeps only regions in `_own`
@@ -306,27 +308,30 @@ class Agent:
                 self._reached.add(shares)
 
     def _begin(self, regions: Sequence[Region], mapped: Mapping[Region, SharedMemory]) -> None:
+        own, ledger = self._own, self._ledger
         numbers: dict[Region, int] = {}
-        begun, ended = [], []
+        new, ended = [], []
+        for region in regions:
+            if region not in numbers:
+                number = numbers[region] = own.number(region)
+                if not ledger.holds(number):
+                    new.append(region)
+                    if number:
+                        ended.append(number)
+        begun = ledger.begin(len(new))
+        numbers.update(zip(new, begun, strict=True))
         try:
-            for region in regions:
-                before = numbers.get(region) or self._own.number(region)
-                if self._ledger.holds(before):
-                    numbers[region] = before
-                    continue
-                memory = mapped.get(region)
-                numbers[region] = self._ledger.begin(None if memory is None else memory.addresses())
-                begun.append(numbers[region])
-                if before:
-                    ended.append(before)
-            self._change_memory([region for region in numbers if region not in self._own], adds=True)
+            for region in new if mapped else ():
+                if region in mapped:
+                    ledger.watch(numbers[region], mapped[region].addresses())
+            self._change_memory([region for region in new if region not in own], adds=True)
         except BaseException:
             for number in begun:
-                self._ledger.end(number)
+                ledger.end(number)
             raise
-        self._own.add(regions, [numbers[region] for region in regions])
+        own.add(regions, [numbers[region] for region in regions])
         for number in ended:
-            self._ledger.end(number)
+            ledger.end(number)
 
     def deregister(self, *regions: Region) -> None:
         """Ends the registration of all of the regions or, if one isn't registered, of none. After `deregister` returns,
@@ -392,20 +397,24 @@ class Agent:
 
     # Grants
 
-    def grant(self, blocks: Any, *, lease: float | None = None, key: int | None = None) -> Grant:
-        """Lets others read blocks of this agent's registered memory until the grant is revoked. Send the grant's bytes,
-        `Grant.encoded`, to the readers, which pass them to `read` or `prepare`. The memory must not change before the
-        grant is revoked. A reader can't be wrong: if the owner revokes the grant while a read is active, the read
-        raises StaleReadError.
+    def grant(self, blocks: Any, *, lease: float | None = None, key: int | None = None, writes: bool = False) -> Grant:
+        """Lets others read, or write, blocks of this agent's registered memory until the grant is revoked. Send the
+        grant's bytes, `Grant.encoded`, to the peers, which pass them to `read`, `write` or `prepare`. If the owner
+        revokes the grant while a transfer is active, the transfer raises StaleReadError or StaleWriteError.
+
+        With a grant for reads, the memory must not change before the grant is revoked. With a grant for writes, no byte
+        arrives after `Grant.revoke` has returned True, even if a writer was killed.
 
         Args:
             blocks: integers of shape (N, 2): address and bytes of each block. The blocks must be registered, and must
                 not overlap.
-            lease: the time in seconds after which `Grant.active` revokes the grant, and reads from this host raise
-                StaleReadError; None for no limit.
-            key: an integer from 0 to 2^40 - 1 that readers may pass instead of `Grant.encoded`, so that they need not
+            lease: the time in seconds after which `Grant.active` revokes the grant, and transfers of agents on this
+                host raise StaleReadError or StaleWriteError; None for no limit.
+            key: an integer from 0 to 2^40 - 1 that peers may pass instead of `Grant.encoded`, so that they need not
                 know the grant's bytes. The agent must never have used the key before. A grant with a key is revoked as
-                a whole, and a reader that passes the key does not check that the grant contains its blocks.
+                a whole, and a peer that passes the key does not check that the grant contains its blocks.
+            writes: whether the grant is for writes, rather than reads. Only agents of this host can write with a grant,
+                to host memory.
 
         Raises:
             ArgumentError: `blocks`, `lease` or `key` is invalid.
@@ -423,13 +432,15 @@ class Agent:
             if key is None:
                 numbers = self._ledger.grant(len(rows))
             else:
-                numbers = np.full(len(rows), self._ledger.grant_by_key(_as_key(key, "key")), np.uint64)
+                number = self._ledger.grant_by_key(_as_key(key, "key"), writes=writes)
+                numbers = np.full(len(rows), number, np.uint64)
         try:
             message = GrantMessage(
-                "proxyccl-grant-1",
+                "proxyccl-grant-2",
                 self.name,
                 self._token,
                 self._place.host,
+                bool(writes),
                 ends,
                 np.column_stack((rows, numbers)).tobytes(),
             )
@@ -438,21 +449,24 @@ class Agent:
             self._ledger.revoke(numbers)
             raise
 
-    def _granted(self, grant: bytes | int, name: str, known: Peer | None, rows: Rows) -> Blocks:
+    def _granted(self, grant: bytes | int, name: str, known: Peer | None, rows: Rows, writes: bool) -> Blocks:
         """Finds a transfer's blocks in a grant. Raises the errors of `prepare` for `grant`."""
         if isinstance(grant, bytes):
             message = GRANT.decode(grant, "an agent")
-            found = find_blocks(message, rows)
+            found = find_blocks(message, rows, writes=writes)
             if message.token != (self._token if known is None else known.token):
                 generations = {index: int(number) for index, number in enumerate(found.numbers)}
-                raise StaleReadError(f"the grant is of a former agent {name}, which has ended", name, generations, [])
+                text = f"the grant is of a former agent {name}, which has ended"
+                if writes:
+                    raise StaleWriteError(text, name, generations)
+                raise StaleReadError(text, name, generations, [])
         else:
-            number = number_of(_as_key(grant, "grant"))
-            found = Found(name, np.full(len(rows), number, np.uint64), number)
-        if known is None:
-            return BlocksOfHost(found, rows, self._ledger, Locks(self._ledger.handle))
-        if known.ledger is not None:
-            return BlocksOfHost(found, rows, known.ledger, known.ledger.locks())
+            number = number_of(_as_key(grant, "grant"), writes=writes)
+            found = Found(name, writes, np.full(len(rows), number, np.uint64), number)
+        ledger = self._ledger if known is None else known.ledger
+        if ledger is not None:
+            return BlocksOfHost(found, rows, ledger)
+        assert known is not None
         numbers = np.unique(found.numbers)
         region, words = self._words_of(len(numbers))
         size = np.uint64(words.itemsize)
@@ -717,18 +731,19 @@ class Agent:
             peer: the other agent's name, or this agent's own.
             blocks: integers of shape (N, 3): local address, remote address, bytes. Both address ranges of each block
                 must be registered. The blocks that are written must not overlap.
-            grant: for a read, the bytes of the peer's `Grant`, whose blocks must contain the remote blocks, or the
-                grant's key.
+            grant: the bytes of the peer's `Grant`, whose blocks must contain the remote blocks, or the grant's key.
 
         Raises:
             ArgumentError: `operation` is neither "read" nor "write", `blocks` is not of shape (N, 3), or `grant` is not
                 a key.
-            MetadataError, NotGrantedError: `grant` is not a grant, or does not contain a block.
-            StaleReadError: the grant's agent has ended, and `peer` is a later agent of that name.
+            MetadataError, NotGrantedError: `grant` is not a grant, does not contain a block, or is for transfers in the
+                other direction.
+            StaleReadError, StaleWriteError: the grant's agent has ended, and `peer` is a later agent of that name.
             UnknownAgentError: no such agent was added.
             NotRegisteredError: a block lies outside registered memory.
             DisconnectedError: the peer can't be reached.
-            NoPathError: no device of this process can access both sides' memory, and no socket connects to the peer.
+            NoPathError: no device of this process can access both sides' memory, and no socket connects to the peer; or
+                the transfer is a write with a grant, and its path is none of "shared_memory", "process_vm" and "self".
         """
         if operation not in ("read", "write"):
             raise ArgumentError("operation", f'must be "read" or "write", not {operation!r}')
@@ -754,17 +769,14 @@ class Agent:
         """Prepares a transfer as `prepare` does, from blocks that `find_side` has found to be registered on both sides.
 
         Raises:
-            ArgumentError, MetadataError, NotGrantedError, StaleReadError: `grant` does not allow the read, or the
-                transfer is a write.
+            ArgumentError, MetadataError, NotGrantedError, StaleReadError, StaleWriteError: `grant` does not allow the
+                transfer.
             UnknownAgentError: the other agent was removed, even if another agent now has its name.
             NotRegisteredError: memory of a block was deregistered since `find_side`, even if it was registered again.
             DisconnectedError, NoPathError: no path leads to the peer or its memory (see `prepare`).
         """
         name, known = theirs.name, theirs.peer
-        if grant is not None and writes:
-            raise ArgumentError("grant", "protects reads; leave this argument out of a write")
         link = self._link(name, known)
-        granted = None if grant is None else self._granted(grant, name, known, rows)
         moved = rows[rows[:, 2] > 0]
         with self._lock:
             here, here_rows = ours.holders(moved[:, 0], self._own)
@@ -773,13 +785,15 @@ class Agent:
         apart = None
         if VRAM in kinds:
             apart = np.column_stack((holder_of(moved[:, 0], here), holder_of(moved[:, 1], there))).astype(np.uint64)
-        transfer = self._preparer.prepare(Pair(link, known, name, writes, moved, kinds, (here, there), apart))
+        is_granted_write = writes and grant is not None
+        pair = Pair(link, known, name, writes, moved, kinds, (here, there), apart, is_granted_write)
+        transfer = self._preparer.prepare(pair)
         set_guard(transfer, False, self._ledger, here_rows)
         ledger = self._ledger if known is None else known.ledger
         if ledger is not None:
             set_guard(transfer, True, ledger, there_rows)
-        if granted is not None:
-            granted.guard(transfer)
+        if grant is not None:
+            self._granted(grant, name, known, rows, writes).guard(transfer)
         return set_label(transfer, self._published.label(name, transfer.path.name))
 
     def read(
@@ -789,10 +803,12 @@ class Agent:
         `Transfer.start`."""
         return self.prepare("read", peer, blocks, grant=grant).start(message)
 
-    def write(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
+    def write(
+        self, peer: str, blocks: Any, *, message: bytes | None = None, grant: bytes | int | None = None
+    ) -> Transfer:
         """Starts to write blocks to another agent's memory. Has the arguments and errors of `prepare` and
         `Transfer.start`."""
-        return self.prepare("write", peer, blocks).start(message)
+        return self.prepare("write", peer, blocks, grant=grant).start(message)
 
     def wait(self, transfers: Iterable[Transfer], timeout: float | None = None) -> None:
         """Waits until all data of the given transfers has arrived.

@@ -30,7 +30,8 @@ class NotRegisteredError(TransferError, LookupError):
 
 
 class NotGrantedError(TransferError, LookupError):
-    """A block of a read does not lie within a block of the grant."""
+    """A block of a transfer does not lie within a block of the grant, or the grant is for transfers in the other
+    direction."""
 
 
 class StaleReadError(TransferError):
@@ -44,6 +45,19 @@ class StaleReadError(TransferError):
     def __init__(self, message: str, peer: str, stale: dict[int, int], whole: list[int]) -> None:
         super().__init__(message, peer)
         self.stale, self.whole = stale, whole
+
+
+class StaleWriteError(TransferError):
+    """The owner has revoked granted blocks before a write of them was complete. The blocks of the write may have been
+    written in part.
+
+    Attributes:
+        stale: the number of the grant's generation of each stale block, by the block's index in the write.
+    """
+
+    def __init__(self, message: str, peer: str, stale: dict[int, int]) -> None:
+        super().__init__(message, peer)
+        self.stale = stale
 
 
 class FreedMemoryError(TransferError):

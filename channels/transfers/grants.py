@@ -1,8 +1,10 @@
-"""Grants: an owner of memory lets others read blocks until it revokes the grant, and readers find out whether it did.
+"""Grants: an owner of memory lets others read or write blocks until it revokes the grant, and they find out whether it
+did.
 
 A reader that has copied a granted block checks the block's number in the owner's ledger afterwards (pairing grant in
 MEMORY_ORDER.md). The owner changes the number before it overwrites the block. So if the number is unchanged after the
-copy, the copy is whole. A sequence lock works in the same way.
+copy, the copy is whole. A sequence lock works in the same way. A write is different: the owner waits until the write
+has ended.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -25,8 +28,9 @@ from proxyccl.channels.transfers.errors import (
     MetadataError,
     NotGrantedError,
     StaleReadError,
+    StaleWriteError,
 )
-from proxyccl.channels.transfers.ledger import Ledger, Locks
+from proxyccl.channels.transfers.ledger import Ledger
 from proxyccl.channels.transfers.metadata import LONGEST_NAME
 from proxyccl.channels.transfers.transfer import Check, Granted, State, Transfer, set_check, set_grant
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
@@ -48,14 +52,16 @@ class GrantMessage(Message, frozen=True):
     Attributes:
         agent, token: the owner's name and token.
         host: the boot id of the owner's machine.
+        writes: whether the grant is for writes, rather than reads.
         deadline: the end of the lease in ns of the host's CLOCK_MONOTONIC; 0 without a lease.
         rows: uint64 of shape (N, 3), as bytes: each block's address, size and number, sorted by address.
     """
 
-    format: Literal["proxyccl-grant-1"]
+    format: Literal["proxyccl-grant-2"]
     agent: Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
     token: Annotated[bytes, Meta(max_length=64)]
     host: Annotated[str, Meta(max_length=64)]
+    writes: bool
     deadline: Uint64
     rows: bytes
 
@@ -72,14 +78,14 @@ GRANT = Codec(GrantMessage, _LIMIT, "grant", MetadataError)
 
 
 class Grant:
-    """Blocks of this agent's memory that others may read until `revoke`. `Agent.grant` makes a grant. Closing the agent
-    revokes all its grants, but dropping the `Grant` does not.
+    """Blocks of this agent's memory that others may read, or write, until `revoke`. `Agent.grant` makes a grant.
+    Closing the agent revokes all its grants, but dropping the `Grant` does not.
 
     Any thread may call the methods. As a context manager, revokes the grant at the end of the block. A forked child can
     neither revoke its parent's grant nor end it by leaving such a block.
 
     Attributes:
-        encoded: the bytes that readers pass as `grant` to `Agent.read` and `Agent.prepare`.
+        encoded: the bytes that peers pass as `grant` to `Agent.read`, `Agent.write` and `Agent.prepare`.
     """
 
     def __init__(self, ledger: Ledger, message: GrantMessage) -> None:
@@ -103,25 +109,30 @@ class Grant:
 
     @property
     def active(self) -> bool:
-        """Whether others may read some of the blocks. If the lease has ended, revokes the grant."""
+        """Whether transfers of some of the blocks may start. If the lease has ended, revokes the grant. For a grant for
+        writes, only `revoke` says whether all writes have ended."""
         if self._deadline and time.monotonic_ns() >= self._deadline and self._process.is_here:
             self.revoke()
         return bool(self._ledger.holds_each(self._numbers).any())
 
     def revoke(self, addresses: Any = None, *, wait: float = 0.0) -> bool:
-        """Revokes blocks. When this returns, the program may overwrite these blocks, or deregister and free them. Later
-        reads of the blocks raise StaleReadError, and so does a read that is still active when this returns. A second
-        call for a block does nothing.
+        """Revokes blocks. Later reads or writes of the blocks raise StaleReadError or StaleWriteError, and so does a
+        transfer that is still active when this returns.
+
+        If the grant is for reads, the program may overwrite the blocks, or deregister and free them, when this returns.
+        If the grant is for writes, the program may do so when this returns True, because no byte of a write arrives
+        after that. If this returns False, bytes of active writes may still arrive: call this again to wait for the end
+        of these writes.
 
         Args:
             addresses: the addresses of the blocks to revoke; None for all blocks.
-            wait: the longest time in seconds to wait for active reads of the grant, so that they complete. The wait
-                ends early when no agent of this host reads. Readers on other hosts are not waited for, nor is a reader
-                that can't map this agent's ledger, which the reader's RuntimeWarning says.
+            wait: the longest time in seconds to wait for active transfers of the grant, so that they complete. The wait
+                ends early when no agent of this host transfers. Readers on other hosts are not waited for, nor is a
+                reader that can't map this agent's ledger, which the reader's RuntimeWarning says.
 
         Returns:
-            Whether no agent of this host was still reading when the blocks were revoked. A killed process does not
-            count.
+            Whether no transfer of the grant by an agent of this host was still active when the blocks were revoked.
+            Transfers of a killed process do not count.
 
         Raises:
             ArgumentError: an address is not that of a block of this grant, or `wait` is not a time.
@@ -164,23 +175,29 @@ class Found(Struct, frozen=True, eq=False):
 
     Attributes:
         owner: the name of the grant's agent.
+        writes: whether the transfer is a write.
         numbers: for each of the transfer's rows, the number of its granted block.
         grant: the number of the grant's first block.
         deadline: the end of the lease in ns of this host's CLOCK_MONOTONIC; 0 without a lease, or on another host.
     """
 
     owner: str
+    writes: bool
     numbers: NDArray[np.uint64]
     grant: int
     deadline: int = 0
 
 
-def find_blocks(message: GrantMessage, rows: Rows) -> Found:
+def find_blocks(message: GrantMessage, rows: Rows, *, writes: bool) -> Found:
     """Finds for each row of (local address, remote address, bytes) the granted block that contains the remote bytes.
 
     Raises:
-        NotGrantedError: the remote bytes of a row do not lie within one granted block.
+        NotGrantedError: the remote bytes of a row do not lie within one granted block, or the grant is for transfers in
+            the other direction.
     """
+    if message.writes != writes:
+        allowed = "writes" if message.writes else "reads"
+        raise NotGrantedError(f"agent {message.agent} has granted {allowed} of the blocks only", message.agent)
     starts, sizes, numbers = message.blocks.T
     index = find_outside(starts, starts + sizes, rows[:, 1], rows[:, 2])
     if index is not None:
@@ -192,7 +209,7 @@ def find_blocks(message: GrantMessage, rows: Rows) -> Found:
         )
     of_rows: NDArray[np.uint64] = numbers[np.searchsorted(starts, rows[:, 1], "right") - 1]
     deadline = message.deadline if message.host == boot_id() else 0
-    return Found(message.agent, of_rows, int(numbers[0]), deadline)
+    return Found(message.agent, writes, of_rows, int(numbers[0]), deadline)
 
 
 class Blocks(Granted):
@@ -204,7 +221,8 @@ class Blocks(Granted):
     """
 
     def __init__(self, found: Found, rows: Rows) -> None:
-        self._owner, self._deadline, self._rows, self._numbers = found.owner, found.deadline, rows, found.numbers
+        self._owner, self._writes, self._deadline = found.owner, found.writes, found.deadline
+        self._rows, self._numbers = rows, found.numbers
 
     def guard(self, transfer: Transfer) -> None:
         """Makes a transfer that was not started check the grant."""
@@ -216,32 +234,35 @@ class Blocks(Granted):
     def _raise_stale(self, stale: NDArray[np.bool_], when: str) -> None:
         indices = np.flatnonzero(stale).tolist()
         generations = {index: int(self._numbers[index]) for index in indices}
-        whole = [] if when.startswith("before") else np.flatnonzero(~stale).tolist()
         text = (
             f"agent {self._owner} revoked {len(indices)} of {len(stale)} blocks {when}; the first is block "
             f"{indices[0]} at {int(self._rows[indices[0], 1]):#x}, generation {generations[indices[0]]}"
         )
+        if self._writes:
+            raise StaleWriteError(text, self._owner, generations)
+        whole = [] if when.startswith("before") else np.flatnonzero(~stale).tolist()
         raise StaleReadError(text, self._owner, generations, whole)
 
 
 class BlocksOfHost(Blocks):
-    """The granted blocks of an agent whose ledger this process has mapped, so that the engine checks the grant. `locks`
-    is the ledger's file.
+    """The granted blocks of an agent whose ledger this process has mapped, so that the engine checks the grant. Raises
+    ResourceError if this process has no place in the ledger, and can't take one.
     """
 
-    def __init__(self, found: Found, rows: Rows, ledger: Ledger, locks: Locks) -> None:
+    def __init__(self, found: Found, rows: Rows, ledger: Ledger) -> None:
         super().__init__(found, rows)
-        self._ledger, self._locks, self._grant = ledger, locks, found.grant
+        self._ledger, self._place, self._grant = ledger, ledger.place(), found.grant
 
     def guard(self, transfer: Transfer) -> None:
         numbers = ffi.cast("uint64_t *", self._numbers.ctypes.data)
         words = self._ledger.pointer, numbers, len(self._numbers)
-        in_engine = ffi.new("ProxycclGranted *", [*words, self._grant, self._deadline, self._locks.descriptor])
+        in_engine = ffi.new("ProxycclGranted *", [*words, self._grant, self._deadline, self._place.number])
         set_grant(transfer, self, in_engine)
 
     def raise_stale(self, *, started: bool = True) -> None:
         stale = np.ones(len(self._numbers), bool) if self._is_late() else ~self._ledger.holds_each(self._numbers)
-        self._raise_stale(stale, "during the read" if started else "before the read began")
+        what = "write" if self._writes else "read"
+        self._raise_stale(stale, f"during the {what}" if started else f"before the {what} began")
 
 
 class Fence(Blocks, Check):
@@ -259,43 +280,42 @@ class Fence(Blocks, Check):
         self._link: Link | None = None
         self._message: bytes | None = None  # of the last start
         self._lock = threading.Lock()  # held while `look` is started, polled or canceled
-        self._looked = 0  # the last run for which `look` was started
-        self._settled = 0, State.NEW  # a run and its outcome, in one object, because threads read it without a lock
+        self._started = 0  # the time of the last start
+        self._looks = False  # whether `look` was started, and its result was not yet taken
+        # The time of a start, and its outcome, in one object, because threads read it without a lock.
+        self._settled = 0, State.NEW
         self._found: tuple[NDArray[np.bool_], str] | None = None  # the stale blocks, and when they were revoked
 
     def guard(self, transfer: Transfer) -> None:
         self._link = set_check(transfer, self)
 
-    def begin(self, message: bytes | None) -> None:
+    def begin(self, message: bytes | None, start: Callable[[], int]) -> None:
         with self._lock:
-            if self._looked > self._settled[0]:
+            if self._looks:
                 raise ActiveError(f"the read of agent {self._owner} is active: its grant is being checked", self._owner)
-            self._message = message
+            self._started, self._message = start(), message
 
-    def poll(self, run: int) -> State:
+    def poll(self, started: int) -> State:
         settled, outcome = self._settled
-        if run <= settled:
+        if started <= settled:
             return outcome
         with self._lock:
             settled, outcome = self._settled
-            if run <= settled:
+            if started <= settled:
                 return outcome
-            if run < self._looked:
-                return State.ACTIVE  # of a later run
+            if started < self._started:
+                return State.ACTIVE  # since a later start
             try:
-                if self._looked != run:
-                    if self._looked > settled and not self._look.done():  # the look of an earlier run is still active
-                        return State.ACTIVE
+                if not self._looks:
                     self._look.start()
-                    self._looked = run
+                    self._looks = True
                 if not self._look.done():
                     return State.ACTIVE
             except ProxyCCLError as error:
-                self._looked = run
-                return self._settle(run, np.ones(len(self._rows), bool), f"or can't be asked: {error}")
+                return self._settle(np.ones(len(self._rows), bool), f"or can't be asked: {error}")
             words, numbers = self._words, self._unique
             revoked = (words != numbers) & (words != ~numbers) | self._is_late()
-            return self._settle(run, revoked[self._places], "during the read")
+            return self._settle(revoked[self._places], "during the read")
 
     def wait(self, seconds: float) -> None:
         with contextlib.suppress(ProxyCCLError):  # `poll` finds the reason
@@ -307,11 +327,11 @@ class Fence(Blocks, Check):
 
     def cancel(self, timeout: float | None) -> None:
         with self._lock:
-            if self._looked > self._settled[0]:
+            if self._looks:
                 self._look.cancel(timeout)
-                self._settled = self._looked, State.CANCELED
+                self._looks, self._settled = False, (self._started, State.CANCELED)
 
-    def _settle(self, run: int, stale: NDArray[np.bool_], when: str) -> State:
+    def _settle(self, stale: NDArray[np.bool_], when: str) -> State:
         outcome = State.DONE
         if stale.any():
             self._found, outcome = (stale, when), State.STALE
@@ -321,5 +341,5 @@ class Fence(Blocks, Check):
                 self._link.tell(self._message)
             except DisconnectedError:
                 outcome = State.LOST
-        self._settled = run, outcome
+        self._looks, self._settled = False, (self._started, outcome)
         return outcome

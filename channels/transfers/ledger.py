@@ -25,10 +25,10 @@ from proxyccl.device.process import forks
 from proxyccl.proxy._transfers import ffi, lib
 
 if TYPE_CHECKING:
-    from proxyccl.proxy._transfers import Uint64Pointer
+    from proxyccl.proxy._transfers import ProxycclLedgerPointer
 
 _WORDS: int = lib.PROXYCCL_LEDGER_WORDS
-LEDGER_BYTES = _WORDS * 8  # unused pages take no memory
+LEDGER_BYTES = ffi.sizeof("ProxycclLedger")  # unused pages take no memory
 MOST_KEYS = 1 << 40
 _KEY_SLOTS = 1 << 16
 """The number of slots for grants with keys, which are the last of a ledger."""
@@ -38,34 +38,40 @@ _SLOTS = _WORDS - _KEY_SLOTS
 _KEY_BIRTHS = 1 << 42
 
 
-def number_of(key: int) -> int:
+def number_of(key: int, *, writes: bool) -> int:
     """Returns the number of a grant with a key, from 0 to `MOST_KEYS` - 1."""
-    return (_KEY_BIRTHS + key) * _WORDS + _WORDS - 1 - key % _KEY_SLOTS
+    return (_KEY_BIRTHS + writes * MOST_KEYS + key) * _WORDS + _WORDS - 1 - key % _KEY_SLOTS
 
 
-class Locks:
-    """A descriptor of a ledger's file by which transfers lock grants, or by which the owner queries these locks. Each
-    `Locks` has an open file description of its own, because locks of one description do not exclude each other.
+class Place:
+    """A process's place in a ledger, where its active transfers are counted. A lock of the ledger's file shows that the
+    process has not ended.
+
+    Attributes:
+        number: the number of the place.
+        descriptor: a descriptor of the ledger's file. It has its own open file description, to which the lock belongs.
 
     Raises:
-        ResourceError: the file can't be opened, for example because /proc is not mounted.
+        ResourceError: the file can't be opened, for example because /proc is not mounted, or all places are taken.
     """
 
-    def __init__(self, handle: bytes) -> None:
-        opened, _, _ = open_descriptor(handle)
+    def __init__(self, ledger: Ledger) -> None:
+        opened, _, _ = open_descriptor(ledger.handle)
         try:  # `opened` may share its description with the owner's descriptor
             self.descriptor = os.open(f"/proc/self/fd/{opened}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise ResourceError(f"an agent's ledger can't be opened to lock a grant: {error.strerror}") from None
+            raise ResourceError(f"an agent's ledger can't be opened for a grant: {error.strerror}") from None
         finally:
             os.close(opened)
         forks.keep_from_children(self)
         forks.finalizer(self, os.close, self.descriptor)
+        self.number = lib.proxyccl_ledger_join(ledger.pointer, self.descriptor)
+        if self.number < 0:
+            places = f"at most {lib.PROXYCCL_LEDGER_PLACES} agents of a host can use the grants of an agent"
+            raise ResourceError(f"an agent's grants can't be used: {os.strerror(-self.number)} ({places})")
 
     def close(self) -> None:
-        """Closes a forked child's copy of the descriptor, which would hold the parent's locks after the parent's
-        end.
-        """
+        """Closes a forked child's copy of the descriptor, which would hold the parent's lock after the parent's end."""
         os.close(self.descriptor)
 
 
@@ -87,13 +93,13 @@ class Ledger:
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._mapped = memory.addresses()
-        self.pointer: Uint64Pointer = ffi.cast("uint64_t *", memory.ptr)
+        self.pointer: ProxycclLedgerPointer = ffi.cast("ProxycclLedger *", memory.ptr)
         self.words: Rows = np.ctypeslib.as_array((ctypes.c_uint64 * _WORDS).from_address(memory.ptr))
         self._next = itertools.count(1)
         self._lock = threading.Lock()
         self._unused: list[int] = []
         self._granted = np.zeros(_WORDS, bool)  # whether a slot's word is that of a granted block
-        self._locks: Locks | None = None
+        self._place: Place | None = None
         self._births = itertools.count(1)
         self._watched: dict[int, weakref.finalize[..., Any]] = {}
         forks.finalizer(self, _unwatch, self._watched)  # the finalizers in `_watched` may outlive the agent
@@ -126,18 +132,17 @@ class Ledger:
         """Returns whether a registration has not ended and its memory was not freed."""
         return bool(number) and int(self.words[number % _WORDS]) == number
 
-    def begin(self, pages: object = None) -> int:
-        """Begins a registration, and returns its number. When the object `pages`, if given, is garbage-collected, the
-        ledger records that the memory was freed. Raises ResourceError if there are too many registrations.
-        """
+    def begin(self, count: int) -> list[int]:
+        """Begins registrations, and returns their numbers. Raises ResourceError if there are too many registrations."""
         with self._lock:
-            (slot,) = self._take(1)
-            number = next(self._births) * _WORDS + slot
-        lib.proxyccl_ledger_begin(self.pointer, number)
-        if pages is not None:
-            end = lib.proxyccl_ledger_end
-            self._watched[number] = forks.finalizer(pages, _freed, end, self.pointer, number, self._mapped)
-        return number
+            numbers = [next(self._births) * _WORDS + slot for slot in self._take(count)]
+        lib.proxyccl_ledger_begin(self.pointer, ffi.new("uint64_t[]", numbers), count)
+        return numbers
+
+    def watch(self, number: int, pages: object) -> None:
+        """Makes the ledger record that a registration's memory was freed, when `pages` is garbage-collected."""
+        end = lib.proxyccl_ledger_end
+        self._watched[number] = forks.finalizer(pages, _freed, end, self.pointer, number, self._mapped)
 
     def end(self, number: int) -> None:
         """Ends a registration."""
@@ -148,18 +153,18 @@ class Ledger:
         with self._lock:
             self._unused.append(number % _WORDS)
 
-    def locks(self) -> Locks:
-        """Returns the descriptor of this ledger's file, which the first call opens. Raises ResourceError."""
+    def place(self) -> Place:
+        """Returns the place of this process's transfers, which the first call takes. Raises ResourceError."""
         with self._lock:
-            if self._locks is None:
-                self._locks = Locks(self.handle)
-            return self._locks
+            if self._place is None:
+                self._place = Place(self)
+            return self._place
 
     def grant(self, count: int) -> NDArray[np.uint64]:
         """Returns the numbers of `count` granted blocks. Raises ResourceError if there are too many registrations and
-        granted blocks, or if the ledger can't be opened to query its locks.
+        granted blocks, or if `place` raises the error.
         """
-        self.locks()
+        self.place()
         with self._lock:
             slots = sorted(self._take(count))
             births = np.fromiter(itertools.islice(self._births, count), np.uint64, count)
@@ -167,12 +172,12 @@ class Ledger:
             self.words[slots], self._granted[slots] = numbers, True
         return numbers
 
-    def grant_by_key(self, key: int) -> int:
+    def grant_by_key(self, key: int, *, writes: bool) -> int:
         """Returns the number of the grant with a key. Raises ResourceError like `grant`, or if the key's word is in
         use.
         """
-        self.locks()
-        number = number_of(key)
+        self.place()
+        number = number_of(key, writes=writes)
         with self._lock:
             slot = number % _WORDS
             if self._granted[slot]:
@@ -184,8 +189,9 @@ class Ledger:
         return number
 
     def revoke(self, numbers: NDArray[np.uint64], *, ends: bool = True) -> None:
-        """Revokes granted blocks: no transfer of these blocks starts afterwards. If `ends` is True, active reads of the
-        blocks become stale, and the memory may be overwritten. Does nothing for blocks that are revoked already.
+        """Revokes granted blocks: no transfer of these blocks starts afterwards. If `ends` is True, active transfers of
+        the blocks become stale, and memory that is read may be overwritten. Does nothing for blocks that are revoked
+        already.
         """
         with self._lock:
             words = self.words[numbers % np.uint64(_WORDS)]
@@ -197,13 +203,13 @@ class Ledger:
                 self._unused += slots[slots < _SLOTS].tolist()
 
     def wait(self, grant: int, seconds: float) -> bool:
-        """Waits at most `seconds` until no transfer on this host holds a lock of a grant, which `grant`, the number of
-        its first block, identifies. Returns whether none does.
+        """Waits at most `seconds` until no transfer of a grant is active on this host. `grant` is the number of the
+        grant's first block. Returns whether none is active.
         """
-        descriptor = self.locks().descriptor
-        status = wait_in_slices(lambda ns: lib.proxyccl_ledger_wait(descriptor, grant, ns), errno.EBUSY, seconds)
+        where = self.pointer, self.place().descriptor, self.place().number
+        status = wait_in_slices(lambda ns: lib.proxyccl_ledger_wait(*where, grant, ns), errno.EBUSY, seconds)
         if status not in (0, errno.EBUSY):
-            raise ResourceError(f"the locks of a grant can't be queried: {os.strerror(status)}")
+            raise ResourceError(f"the locks of a ledger can't be queried: {os.strerror(status)}")
         return status == 0
 
     def revoke_all(self) -> None:
@@ -218,9 +224,8 @@ class Ledger:
 
     def _take(self, count: int) -> list[int]:
         """Takes unused slots, with the lock held. Raises ResourceError if there are not enough."""
-        taken = min(count, len(self._unused))
-        slots = [self._unused.pop() for _ in range(taken)]
-        slots += itertools.islice(self._next, count - taken)
+        unused = self._unused
+        slots = [unused.pop() if unused else next(self._next) for _ in range(count)]
         if slots and max(slots) >= _SLOTS:
             self._unused += [slot for slot in slots if slot < _SLOTS]
             raise ResourceError(f"an agent has at most {_SLOTS - 1} registered regions and granted blocks")
@@ -236,6 +241,6 @@ def _unwatch(watched: dict[int, weakref.finalize[..., Any]]) -> None:
         each.detach()
 
 
-def _freed(end: Any, pointer: Uint64Pointer, number: int, _mapped: object) -> None:
+def _freed(end: Any, pointer: ProxycclLedgerPointer, number: int, _mapped: object) -> None:
     """Records that the memory was freed. Garbage collection calls this in any thread, so it must not take a lock."""
     end(pointer, number, True)

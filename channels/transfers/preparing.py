@@ -85,7 +85,8 @@ class Pair(Struct, frozen=True, eq=False):
     address, remote address, bytes) of registered blocks. No block is empty. `kinds` and `holders` are the kinds of
     memory and the regions that contain the blocks: (local, remote). In a transfer of device memory, `apart` has the
     indexes of these regions for each block. Blocks of different regions are not joined, because the regions may be
-    separate allocations, and a driver's copy must not extend over two allocations."""
+    separate allocations, and a driver's copy must not extend over two allocations. `is_granted_write` says whether the
+    transfer is a write with a grant."""
 
     link: Link | None
     known: Peer | None
@@ -95,6 +96,7 @@ class Pair(Struct, frozen=True, eq=False):
     kinds: tuple[str, str]
     holders: tuple[list[Region], list[Region]]
     apart: Rows | None
+    is_granted_write: bool = False
 
     @property
     def of_devices(self) -> bool:
@@ -132,15 +134,22 @@ class Preparer(Struct, eq=False):
 
         Raises:
             DisconnectedError: the link to the peer was lost.
-            NoPathError: no device of this process can access both sides' memory, and no socket connects to the peer.
+            NoPathError: no device of this process can access both sides' memory, and no socket connects to the peer;
+                or the path of a write with a grant is not one of `_BY_THREADS`.
         """
         reason = ""
-        for path in _PATHS:
+        for path in _BY_THREADS if pair.is_granted_write else _PATHS:
             made = path(self, pair, reason)
             if isinstance(made, Transfer):
                 return made
             reason = made or reason
-        raise NoPathError(reason)
+        if pair.is_granted_write:
+            link = Path("self") if pair.link is None else pair.link.path
+            reason = (
+                "a write with a grant needs a path on which threads of this process write the peer's host memory "
+                f'("shared_memory", "process_vm" or "self"), not {link} from {pair.kinds[0]} to {pair.kinds[1]}'
+            )
+        raise NoPathError(reason, pair.peer)
 
     # Each of the following methods implements one path. The method returns a transfer, or the reason why the path can't
     # be used, or "" if the path is for other kinds of memory. `reason` is the reason why faster paths can't be used.
@@ -313,3 +322,9 @@ _PATHS = (
     Preparer._by_socket,
 )
 """The paths of transfers, the best first."""
+
+_BY_THREADS = (Preparer._by_mapping, Preparer._by_kernel, Preparer._staged_by_kernel)
+"""The paths on which threads of this process write the peer's memory. Only on these paths, no byte arrives after the
+transfer has ended, even if it was canceled or its process was killed. A socket and an adapter may hold data that
+arrives later, and a device may copy for some time after its process has ended.
+"""

@@ -44,8 +44,7 @@ class Region(Message, frozen=True, gc=False, cache_hash=True):
 
 def require_valid(region: Region) -> None:
     """Raises ArgumentError if a caller's region has invalid values."""
-    for name in ("address", "nbytes", "device"):
-        value = getattr(region, name)
+    for name, value in (("address", region.address), ("nbytes", region.nbytes), ("device", region.device)):
         if type(value) is not int or not 0 <= value < 2**64:
             raise ArgumentError(name, f"must be an integer from 0 to 2^64 - 1, not {value!r}")
     if region.kind not in (DRAM, VRAM):
@@ -161,83 +160,81 @@ class Regions:
             starts = np.array([other.address for other in chosen], np.uint64)
             ends = np.maximum.accumulate(np.array([_end(other) for other in chosen], np.uint64))
             table = self._table
-            at = np.searchsorted(starts, table.ends) - 1  # the last in `chosen` that starts before each region's end
-            found = set(table.regions[(at >= 0) & (ends[at] > table.starts)])
+            at = np.searchsorted(starts, table.columns[1]) - 1  # the last in `chosen` that starts before each end
+            found = set(table.regions[(at >= 0) & (ends[at] > table.columns[0])])
         return found
 
     def ended(self, words: Rows) -> list[Region]:
         """Returns the regions that their ledger's words (`Ledger.words`) show to be deregistered."""
-        numbers = self._table.numbers
+        numbers = self._table.columns[3]
         now = words[numbers % np.uint64(len(words))]
         ended: list[Region] = self._table.regions[(now != numbers) & (now != ~numbers)].tolist()
         return ended
 
 
 class _Table:
-    """Regions sorted by their addresses. If regions start at the same address, the longest is first."""
+    """Regions sorted by their addresses. If regions start at the same address, the longest is first.
+
+    Attributes:
+        columns: uint64 of shape (5, N): starts, ends, devices, numbers, and whether the regions are device memory.
+        regions: the regions.
+    """
 
     def __init__(self) -> None:
-        self.are_vram = np.empty(0, bool)
-        self.starts, self.ends, self.devices, self.numbers = (np.empty(0, np.uint64) for _ in range(4))
+        self.columns: Rows = np.empty((5, 0), np.uint64)
         self.regions: NDArray[np.object_] = np.empty(0, object)
 
     def put(self, numbers: Mapping[Region, int]) -> None:
         """Adds the regions that are absent, and sets the number of each region in `numbers`."""
         ordered = sorted(numbers, key=_order)
-        added, places, again = [], [], {}
+        added, places = [], []
         for region, first in zip(ordered, self._first_places(ordered), strict=True):
             place, is_there = self._find(region, first)
             if is_there:
-                again[place] = numbers[region]
+                self.columns[3, place] = numbers[region]
             else:
                 added.append(region)
                 places.append(place)
-        if again:
-            self.numbers = self.numbers.copy()
-            self.numbers[list(again)] = list(again.values())
         if added:
-            self.starts = np.insert(self.starts, places, [np.uint64(region.address) for region in added])
-            self.ends = np.insert(self.ends, places, [np.uint64(_end(region)) for region in added])
-            self.devices = np.insert(self.devices, places, [np.uint64(region.device) for region in added])
-            self.numbers = np.insert(self.numbers, places, [np.uint64(numbers[region]) for region in added])
-            self.are_vram = np.insert(self.are_vram, places, [region.kind == VRAM for region in added])
+            rows = [(each.address, _end(each), each.device, numbers[each], each.kind == VRAM) for each in added]
+            self.columns = np.insert(self.columns, places, np.array(rows, np.uint64).T, axis=1)
             objects = np.empty(len(added), object)
             objects[:] = added
             self.regions = np.insert(self.regions, places, objects)
 
     def remove(self, regions: Sequence[Region]) -> None:
         """Removes those of the regions that are present."""
-        left = np.ones(len(self.starts), bool)
+        left = np.ones(len(self.regions), bool)
         for region, first in zip(regions, self._first_places(regions), strict=True):
             place, is_there = self._find(region, first)
             left[place : place + 1] &= not is_there
         if not left.all():
-            self.starts, self.ends, self.are_vram = self.starts[left], self.ends[left], self.are_vram[left]
-            self.devices, self.numbers, self.regions = self.devices[left], self.numbers[left], self.regions[left]
+            self.columns, self.regions = self.columns[:, left], self.regions[left]
 
     def _first_places(self, regions: Sequence[Region]) -> list[int]:
         """Returns for each region the number of rows that start before the region."""
         addresses = np.array([region.address for region in regions], np.uint64)
-        places: list[int] = np.searchsorted(self.starts, addresses).tolist()
+        places: list[int] = np.searchsorted(self.columns[0], addresses).tolist()
         return places
 
     def _find(self, region: Region, place: int) -> tuple[int, bool]:
         """Returns the place of a region in the table, or where it would be inserted, and whether it is present. The
         search begins at `place`.
         """
-        while place < len(self.starts) and self.starts[place] == region.address:
+        while place < len(self.regions) and self.columns[0, place] == region.address:
             if self.regions[place] == region:
                 return place, True
-            if self.ends[place] < _end(region):
+            if self.columns[1, place] < _end(region):
                 break
             place += 1
         return place, False
 
     def view(self, kind: str, device: int | None) -> View:
-        chosen = (self.are_vram == (kind == VRAM)) & (kind in (DRAM, VRAM))
+        starts, ends, devices, numbers, are_vram = self.columns
+        chosen = (are_vram == (kind == VRAM)) & (kind in (DRAM, VRAM))
         if device is not None:
-            chosen &= self.devices == device
-        return View(self.starts[chosen], self.ends[chosen], self.numbers[chosen], self.regions[chosen])
+            chosen &= devices == device
+        return View(starts[chosen], ends[chosen], numbers[chosen], self.regions[chosen])
 
 
 class View:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import time
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -50,7 +50,7 @@ class State(Enum):
     REFUSED = lib.PROXYCCL_TRANSFER_REFUSED
     FAILED = lib.PROXYCCL_TRANSFER_FAILED
     STALE = lib.PROXYCCL_TRANSFER_STALE
-    """The owner revoked a granted block before the read was complete."""
+    """The owner revoked a granted block before the transfer was complete."""
 
 
 class Granted(Protocol):
@@ -63,12 +63,14 @@ class Granted(Protocol):
 class Check(Granted, Protocol):
     """A check that follows the copies of a transfer."""
 
-    def begin(self, message: bytes | None) -> None:
-        """Allows the next start, and sends `message` after a successful check. Raises ActiveError during a check."""
+    def begin(self, message: bytes | None, start: Callable[[], int]) -> None:
+        """Calls `start`, which starts the copies and returns the time of the start, and sends `message` after a
+        successful check. Raises ActiveError during a check, and the errors of `start`.
+        """
 
-    def poll(self, run: int) -> State:
-        """Begins the check of a run, whose copies have ended, if it has not begun. Later runs have greater numbers.
-        Returns ACTIVE, DONE, STALE, LOST or CANCELED.
+    def poll(self, started: int) -> State:
+        """Begins the check of the copies that were started at the time `started`, and have ended, unless the check has
+        begun. Returns ACTIVE, DONE, STALE, LOST or CANCELED.
         """
 
     def wait(self, seconds: float) -> None:
@@ -78,7 +80,6 @@ class Check(Granted, Protocol):
         """Cancels the check if it is active. Has the argument and the error of `Transfer.cancel`."""
 
 
-_runs = itertools.count(1)
 _OUTSTANDING: list[object] = []
 """Memory of dropped transfers that an adapter of an unresponsive peer may still use."""
 
@@ -167,7 +168,6 @@ class Transfer:
         self._process = forks.here()
         self._granted: Granted | None = None
         self._check: Check | None = None
-        self._run = 0  # the number of the last start of a transfer with a check; -1 during the start
         self._kept: list[object] = [None, lists, copier, kept]
         # The finalizer keeps the lists that the engine reads alive as long as any thread may use the handle.
         forks.finalizer(self, _release, handle, self._kept)
@@ -192,19 +192,20 @@ class Transfer:
             ActiveError: the transfer is active.
             ArgumentError: the message is longer than 256 MiB, or the stream is invalid or being captured into a graph.
             ClosedError: the transfer was closed, or this process is a forked child.
-            StaleReadError: a granted block was revoked already. Only peers on this host are checked before the start.
+            StaleReadError, StaleWriteError: a granted block was revoked already. Only peers on this host are checked
+                before the start.
         """
         if self._check is None:
             self._post(message, stream)
         else:
-            self._run = -1
-            try:
-                if message is not None and len(message) > lib.PROXYCCL_LONGEST_MESSAGE:
-                    raise_status(errno.EMSGSIZE, self.peer)
-                self._check.begin(message)
+            if message is not None and len(message) > lib.PROXYCCL_LONGEST_MESSAGE:
+                raise_status(errno.EMSGSIZE, self.peer)
+
+            def start() -> int:
                 self._post(None, stream)
-            finally:
-                self._run = next(_runs)
+                return self.times.posted
+
+            self._check.begin(message, start)
         return self
 
     def _post(self, message: bytes | None, stream: StreamLike) -> None:
@@ -228,11 +229,10 @@ class Transfer:
     @property
     def state(self) -> State:
         """The transfer's state. Reading the state does not raise an error even if the transfer has failed."""
-        run = self._run  # before the state, which another thread's start may change
-        state = lib.proxyccl_transfer_state(self._open())
-        if self._check is None or state != _DONE:
-            return _STATES[state]
-        return State.ACTIVE if run < 0 else self._check.poll(run)
+        if self._check is None:
+            return _STATES[lib.proxyccl_transfer_state(self._open())]
+        state, times = self._state_and_times()
+        return self._check.poll(times.posted) if state is State.DONE else state
 
     def done(self) -> bool:
         """Returns whether all data has arrived. On the path "process_vm" this call may itself copy a piece.
@@ -241,7 +241,7 @@ class Transfer:
             NotStartedError: the transfer was never started.
             DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: the transfer failed
                 or was canceled.
-            StaleReadError: the owner revoked a granted block before the read was complete.
+            StaleReadError, StaleWriteError: the owner revoked a granted block before the transfer was complete.
         """
         state = lib.proxyccl_transfer_help(self._open())
         if state == _DONE and self._check is None:
@@ -256,10 +256,7 @@ class Transfer:
 
         Raises:
             TransferTimeoutError: the transfer is still active.
-            NotStartedError: the transfer was never started.
-            DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: the transfer failed
-                or was canceled.
-            StaleReadError: the owner revoked a granted block before the read was complete.
+            NotStartedError, TransferError: as for `done`.
         """
         if self._outcome(self.state):
             return
@@ -304,9 +301,12 @@ class Transfer:
     @property
     def times(self) -> Times:
         """The times of the transfer's last start."""
+        return self._state_and_times()[1]
+
+    def _state_and_times(self) -> tuple[State, Times]:
         times = ffi.new("ProxycclTransferTimes *")
-        lib.proxyccl_transfer_times(self._open(), times)
-        return Times(times.posted, times.returned, times.ended)
+        state = lib.proxyccl_transfer_times(self._open(), times)
+        return _STATES[state], Times(times.posted, times.returned, times.ended)
 
     def _open(self) -> ProxycclTransferPointer:
         self._process.require("the transfer")
@@ -374,7 +374,7 @@ def set_check(transfer: Transfer, check: Check) -> Link | None:
 
 
 def set_grant(transfer: Transfer, granted: Granted, in_engine: ProxycclGrantedPointer) -> None:
-    """Makes the engine check a transfer's grant. `granted` keeps the memory and the descriptor of `in_engine`. Call
+    """Makes the engine check a transfer's grant. `granted` keeps the memory and the place of `in_engine`. Call
     `set_grant` before the first start.
     """
     transfer._granted = granted

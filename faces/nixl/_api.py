@@ -232,28 +232,33 @@ class nixl_agent:
             raise ValueError(f"Backend '{backend}' not found. Available backends: {list(self.backends)}")
         return self.agent.queryMem(descs, self.backends[backend])  # type: ignore[arg-type]
 
-    def grant(self, descs: nixlXferDList, lease: float | None = None, key: int | None = None) -> Grant:
-        """Lets other agents read descriptors of this agent's memory until the grant is revoked. This method is not
-        NIXL's. The list, also after `get_serialized_descs`, carries the grant: a read of its descriptors by another
-        agent raises nixlBackendError if the grant was revoked before the read was complete.
+    def grant(
+        self, descs: nixlXferDList, lease: float | None = None, key: int | None = None, writes: bool = False
+    ) -> Grant:
+        """Lets other agents read, or write, descriptors of this agent's memory until the grant is revoked. This method
+        is not NIXL's. The list, also after `get_serialized_descs`, carries the grant: a transfer of its descriptors by
+        another agent raises nixlBackendError if the grant was revoked before the transfer was complete.
 
         Args:
             descs: a list of this agent's descriptors, which must be registered and must not overlap.
             lease: seconds after which the grant ends; None for no limit.
             key: an integer from 0 to 2^40 - 1, which this agent has not used before, for `granted_dlist` of agents that
                 do not receive the list.
+            writes: whether the grant is for writes, rather than reads. Only agents of this host can write with a grant,
+                to DRAM; other agents get nixlNotSupportedError.
 
         Returns:
-            The grant. Call its `revoke` before the memory is overwritten.
+            The grant. Call its `revoke` before the memory is overwritten. After a grant for writes, no byte arrives
+            once `revoke` has returned True.
 
         Raises:
             nixlInvalidParamError: descriptors overlap, or `lease` or `key` is invalid.
             nixlNotFoundError: a descriptor is not registered.
         """
-        return self.agent.grant(descs, lease, key)
+        return self.agent.grant(descs, lease, key, writes)
 
     def granted_dlist(self, dlist: nixl_prepped_dlist_handle, grant: bytes | int) -> nixl_prepped_dlist_handle:
-        """Returns a prepared list with the descriptors of `dlist`, a prepared list of another agent. Reads of the
+        """Returns a prepared list with the descriptors of `dlist`, a prepared list of another agent. Transfers of the
         returned list check the grant, which `grant` names by its bytes (`Grant.encoded`) or its key. This method is not
         NIXL's.
 

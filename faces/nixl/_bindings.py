@@ -166,10 +166,10 @@ class nixlAgent:
             self._agent.deregister(*_regions_of(_required(descs, nixlRegDList)))
         return nixl_status_t.NIXL_SUCCESS
 
-    def grant(self, descs: nixlXferDList, lease: float | None, key: int | None) -> Grant:
+    def grant(self, descs: nixlXferDList, lease: float | None, key: int | None, writes: bool) -> Grant:
         granted = _required(descs, nixlXferDList)
         with in_nixls_words():
-            made = self._agent.grant(granted.rows[:, :2], lease=lease, key=key)
+            made = self._agent.grant(granted.rows[:, :2], lease=lease, key=key, writes=writes)
         granted.grant = made.encoded
         return made
 

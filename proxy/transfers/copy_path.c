@@ -142,7 +142,7 @@ static int copy(ProxycclTransfer *transfer) {
   Piece piece;
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE || transfer->cancel || *rest == 0 || stage == PROXYCCL_STAGES)
     return 0;
-  if (!transfer_stands(transfer)) {
+  if (!transfer_stands(transfer) || !grant_stands(transfer)) {
     drop_rest(self);
     if (transfer->copying == 0) end(self);
     return 1;

@@ -1,59 +1,78 @@
 /* Grants of blocks, which their owner may revoke. See transfers.h.
  *
- * While a transfer of granted blocks is active, it locks one byte of the owner's ledger file. The lock tells the owner
- * that the transfer is active, and the kernel releases the lock if the transfer's process ends. The byte may lie beyond
- * the end of the file, because a lock needs no data. */
+ * The owner learns from counts in the ledger which transfers are active. Each process that maps the ledger has its own
+ * counts, and locks one byte of the ledger's file. The kernel releases the lock when the process has ended, and the
+ * owner then ignores the process's counts. The byte may lie beyond the end of the file, because a lock needs no
+ * data. */
 #include <errno.h>
 #include <fcntl.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "clock.h"
 #include "parts.h"
 
-/* Each grant has a range of bytes. A transfer's byte in this range is the transfer's address in units of 64 bytes; user
- * addresses have 47 bits. Two grants share a range only if the ledger assigned a multiple of RANGES numbers in between.
- * The owner then waits for the transfers of both. */
-#define RANGES (1ull << 22)
-#define RANGE_BYTES (1ull << 41)
-#define PAUSE_NS 50000 /* between two queries of the locks, which take 1 us each */
+enum { PAUSE_NS = 50000 }; /* between two looks at the counts */
 
-static struct flock lock_of(short type, uint64_t grant, uint64_t at, uint64_t bytes) {
-  const uint64_t start = grant / PROXYCCL_LEDGER_WORDS % RANGES * RANGE_BYTES;
-  return (struct flock){.l_type = type, .l_whence = SEEK_SET, .l_start = (off_t)(start + at), .l_len = (off_t)bytes};
+static struct flock lock_of(short type, uint32_t place) {
+  return (struct flock){.l_type = type, .l_whence = SEEK_SET, .l_start = place, .l_len = 1};
 }
 
-/* Locks or unlocks a transfer's byte. Returns 0 or an errno. */
-static int set_lock(const ProxycclTransfer *transfer, short type) {
-  struct flock lock = lock_of(type, transfer->granted.grant, (uintptr_t)transfer / 64 % RANGE_BYTES, 1);
-  return fcntl(transfer->granted.locks, F_OFD_SETLK, &lock) == 0 ? 0 : errno;
+/* Returns a process's count for a grant. Grants with equal hashes share a count, so the owner waits for both. */
+static uint32_t *count_of(ProxycclLedger *ledger, uint32_t place, uint64_t grant) {
+  return &ledger->active[place][grant * 0x9e3779b97f4a7c15u >> 52];
 }
 
-void proxyccl_ledger_revoke(uint64_t *ledger, const uint64_t *numbers, uint64_t count, int ends) {
+int proxyccl_ledger_join(ProxycclLedger *ledger, int file) {
+  uint32_t used = __atomic_load_n(&ledger->places, __ATOMIC_RELAXED);
+  for (uint32_t place = 0; place < PROXYCCL_LEDGER_PLACES; ++place) {
+    struct flock lock = lock_of(F_WRLCK, place);
+    if (fcntl(file, F_OFD_SETLK, &lock) == 0) {
+      if (place < used) memset(ledger->active[place], 0, sizeof ledger->active[place]); /* of a killed process */
+      while (used <= place &&
+             !__atomic_compare_exchange_n(&ledger->places, &used, place + 1, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+      return (int)place;
+    }
+    if (errno != EAGAIN && errno != EACCES) return -errno;
+  }
+  return -EUSERS;
+}
+
+void proxyccl_ledger_revoke(ProxycclLedger *ledger, const uint64_t *numbers, uint64_t count, int ends) {
   for (uint64_t i = 0; i < count; ++i)
-    __atomic_store_n(&ledger[numbers[i] % PROXYCCL_LEDGER_WORDS], ends ? 0 : ~numbers[i], __ATOMIC_RELAXED);
-  /* Pairing grant, release: the words are stored before the memory is overwritten. Pairing grant-lock: the words are
-   * stored before the locks are queried. */
+    __atomic_store_n(&ledger->words[numbers[i] % PROXYCCL_LEDGER_WORDS], ends ? 0 : ~numbers[i], __ATOMIC_RELAXED);
+  /* Pairing grant, release: the words are stored before the memory is overwritten. Pairing grant-start: the words are
+   * stored before the counts are read. */
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
-uint64_t proxyccl_ledger_revoked(const uint64_t *ledger, const uint64_t *numbers, uint64_t count, int starts) {
+uint64_t proxyccl_ledger_revoked(const ProxycclLedger *ledger, const uint64_t *numbers, uint64_t count, int starts) {
   __atomic_thread_fence(__ATOMIC_ACQUIRE); /* Pairing grant, acquire: after the memory was copied. */
   for (uint64_t i = 0; i < count; ++i) {
-    const uint64_t word = __atomic_load_n(&ledger[numbers[i] % PROXYCCL_LEDGER_WORDS], __ATOMIC_RELAXED);
+    const uint64_t word = __atomic_load_n(&ledger->words[numbers[i] % PROXYCCL_LEDGER_WORDS], __ATOMIC_RELAXED);
     if (word != numbers[i] && (starts || word != ~numbers[i])) return i;
   }
   return count;
 }
 
-int proxyccl_ledger_wait(int ledger_file, uint64_t grant, uint64_t timeout_ns) {
+/* Returns EBUSY if a transfer of the grant is active in a process that has not ended, else 0 or an errno. */
+static int look(ProxycclLedger *ledger, int file, uint32_t own, uint64_t grant) {
+  const uint32_t places = __atomic_load_n(&ledger->places, __ATOMIC_RELAXED);
+  for (uint32_t place = 0; place < places; ++place) {
+    /* Pairing grant-end, acquire: before the memory is overwritten. */
+    if (__atomic_load_n(count_of(ledger, place, grant), __ATOMIC_ACQUIRE) == 0) continue;
+    if (place == own) return EBUSY;
+    struct flock lock = lock_of(F_WRLCK, place);
+    if (fcntl(file, F_OFD_GETLK, &lock) != 0) return errno;
+    if (lock.l_type != F_UNLCK) return EBUSY;
+  }
+  return 0;
+}
+
+int proxyccl_ledger_wait(ProxycclLedger *ledger, int file, uint32_t own, uint64_t grant, uint64_t timeout_ns) {
   const uint64_t deadline = now_ns() + timeout_ns;
   for (;;) {
-    struct flock lock = lock_of(F_WRLCK, grant, 0, RANGE_BYTES);
-    if (fcntl(ledger_file, F_OFD_GETLK, &lock) != 0) return errno;
-    __atomic_thread_fence(__ATOMIC_ACQUIRE); /* Pairing grant-unlock, acquire: before the memory is overwritten. */
-    if (lock.l_type == F_UNLCK) return 0;
-    if (now_ns() >= deadline) return EBUSY;
+    const int status = look(ledger, file, own, grant);
+    if (status != EBUSY || now_ns() >= deadline) return status;
     nanosleep(&(struct timespec){0, PAUSE_NS}, NULL);
   }
 }
@@ -69,20 +88,27 @@ static int holds(const ProxycclGranted *granted, int starts) {
   return proxyccl_ledger_revoked(granted->ledger, granted->numbers, granted->count, starts) == granted->count;
 }
 
-int grant_enter(ProxycclTransfer *transfer) {
-  if (transfer->granted.count == 0) return 0;
-  const int error = set_lock(transfer, F_RDLCK);
-  if (error != 0) return error;
-  __atomic_thread_fence(__ATOMIC_SEQ_CST); /* Pairing grant-lock: the lock is set before the words are read. */
-  if (holds(&transfer->granted, 1)) return 0;
-  set_lock(transfer, F_UNLCK);
+/* Pairing grant-end, release: after the copies and the words' reads. */
+static void count_end(const ProxycclGranted *granted) {
+  __atomic_sub_fetch(count_of(granted->ledger, granted->place, granted->grant), 1, __ATOMIC_RELEASE);
+}
+
+int grant_enter(const ProxycclGranted *granted) {
+  if (granted->count == 0) return 0;
+  __atomic_add_fetch(count_of(granted->ledger, granted->place, granted->grant), 1, __ATOMIC_RELAXED);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST); /* Pairing grant-start: the transfer is counted before the words are read. */
+  if (holds(granted, 1)) return 0;
+  count_end(granted);
   return ESTALE;
 }
 
-int grant_leave(ProxycclTransfer *transfer) {
-  if (transfer->granted.count == 0) return 1;
-  const int whole = holds(&transfer->granted, 0);
-  __atomic_thread_fence(__ATOMIC_RELEASE); /* Pairing grant-unlock, release: after the copies and the words' reads. */
-  set_lock(transfer, F_UNLCK);
+int grant_stands(const ProxycclTransfer *transfer) {
+  return !transfer->writes || transfer->granted.count == 0 || holds(&transfer->granted, 0);
+}
+
+int grant_leave(const ProxycclGranted *granted) {
+  if (granted->count == 0) return 1;
+  const int whole = holds(granted, 0);
+  count_end(granted);
   return whole;
 }

@@ -246,7 +246,8 @@ struct ProxycclLink {
 
 /* The registrations of a transfer's local or remote blocks: see proxyccl_transfer_guard. */
 typedef struct Guard {
-  const uint64_t *ledger, *rows; /* the ledger and the registrations' rows; NULL if only the peer checks the blocks */
+  const ProxycclLedger *ledger; /* NULL if only the peer checks the blocks */
+  const uint64_t *rows;
   uint64_t count;
   uint64_t seen; /* word 0 of the ledger at the last successful check; UINT64_MAX before the first check */
 } Guard;
@@ -438,10 +439,12 @@ void link_help(ProxycclLink *link);                     /* sends and receives fo
 void link_look(ProxycclLink *link);                     /* ends the link if the peer has disconnected */
 
 /* grants.c */
-/* Locks the grant of a transfer that starts. Returns 0, ESTALE if a block is revoked, or the errno of a failed lock. */
-int grant_enter(ProxycclTransfer *transfer);
-/* Unlocks the grant of a transfer that has ended. Returns whether no block was revoked before. */
-int grant_leave(ProxycclTransfer *transfer);
+/* Counts a transfer of granted blocks as active. Returns 0, or ESTALE if a block is revoked. */
+int grant_enter(const ProxycclGranted *granted);
+/* Returns whether the next piece may be copied: a write stops when its grant is revoked. */
+int grant_stands(const ProxycclTransfer *transfer);
+/* Counts a transfer as ended. Returns whether no block was revoked before. */
+int grant_leave(const ProxycclGranted *granted);
 
 /* log.c */
 void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state);

@@ -17,7 +17,7 @@ static int find_ended(ProxycclTransfer *transfer, int remote, uint64_t now) {
   Guard *guard = &transfer->guards[remote];
   for (uint64_t i = 0; i < guard->count; ++i) {
     const uint64_t number = guard->rows[2 * i];
-    const uint64_t word = __atomic_load_n(&guard->ledger[number % PROXYCCL_LEDGER_WORDS], __ATOMIC_ACQUIRE);
+    const uint64_t word = __atomic_load_n(&guard->ledger->words[number % PROXYCCL_LEDGER_WORDS], __ATOMIC_ACQUIRE);
     if (word == number) continue;
     const ProxycclFaultKind kind = word == ~number ? (remote ? PROXYCCL_FAULT_FREED : PROXYCCL_FAULT_FREED_HERE)
                                    : remote        ? PROXYCCL_FAULT_DEREGISTERED
@@ -45,22 +45,26 @@ void transfer_end_deregistered(ProxycclTransfer *transfer) {
   transfer_end(transfer, freed ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_REFUSED);
 }
 
-void proxyccl_ledger_begin(uint64_t *ledger, uint64_t number) {
-  __atomic_store_n(&ledger[number % PROXYCCL_LEDGER_WORDS], number, __ATOMIC_RELEASE);
+void proxyccl_ledger_begin(ProxycclLedger *ledger, const uint64_t *numbers, uint64_t count) {
+  for (uint64_t i = 0; i < count; ++i)
+    __atomic_store_n(&ledger->words[numbers[i] % PROXYCCL_LEDGER_WORDS], numbers[i], __ATOMIC_RELEASE);
 }
 
-void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed) {
-  uint64_t *word = &ledger[number % PROXYCCL_LEDGER_WORDS], before = number;
+void proxyccl_ledger_end(ProxycclLedger *ledger, uint64_t number, int freed) {
+  uint64_t *word = &ledger->words[number % PROXYCCL_LEDGER_WORDS], before = number;
   if (!__atomic_compare_exchange_n(word, &before, freed ? ~number : 0, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {
     if (freed || before != ~number) return;
     __atomic_store_n(word, 0, __ATOMIC_RELEASE);
   }
-  __atomic_add_fetch(&ledger[0], 1, __ATOMIC_RELEASE); /* release: a reader of the count also sees the word above */
+  __atomic_add_fetch(&ledger->words[0], 1,
+                     __ATOMIC_RELEASE); /* release: a reader of the count also sees the word above */
 }
 
-uint64_t proxyccl_ledger_count(const uint64_t *ledger) { return __atomic_load_n(&ledger[0], __ATOMIC_ACQUIRE); }
+uint64_t proxyccl_ledger_count(const ProxycclLedger *ledger) {
+  return __atomic_load_n(&ledger->words[0], __ATOMIC_ACQUIRE);
+}
 
-void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint64_t *ledger, const uint64_t *rows,
+void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const ProxycclLedger *ledger, const uint64_t *rows,
                              uint64_t count) {
   pthread_mutex_lock(&transfer->agent->lock);
   transfer->guards[remote] = (Guard){ledger, rows, count, UINT64_MAX};
@@ -91,7 +95,7 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
     /* Copies may have accessed another process that got the ended peer's process id. */
     state = PROXYCCL_TRANSFER_LOST;
   }
-  if (!grant_leave(transfer) && state == PROXYCCL_TRANSFER_DONE) state = PROXYCCL_TRANSFER_STALE;
+  if (!grant_leave(&transfer->granted) && state == PROXYCCL_TRANSFER_DONE) state = PROXYCCL_TRANSFER_STALE;
   if (state == PROXYCCL_TRANSFER_DONE && transfer->has_message) {
     ProxycclAgent *agent = transfer->agent;
     const Buffer *message = &transfer->message;
@@ -192,7 +196,7 @@ static int post(ProxycclTransfer *transfer, const char *message, uint64_t bytes,
   if (transfer->state == PROXYCCL_TRANSFER_ACTIVE) error = EBUSY;
   if (error == 0) transfer->message.used = 0;
   if (error == 0 && message != NULL && !buffer_append(&transfer->message, message, bytes)) error = ENOMEM;
-  if (error == 0) error = grant_enter(transfer);
+  if (error == 0) error = grant_enter(&transfer->granted);
   if (error == 0) {
     transfer->has_message = message != NULL;
     transfer->times.posted = posted;
@@ -355,8 +359,10 @@ void proxyccl_transfer_fault(const ProxycclTransfer *transfer, ProxycclFault *fa
   pthread_mutex_unlock(&transfer->agent->lock);
 }
 
-void proxyccl_transfer_times(const ProxycclTransfer *transfer, ProxycclTransferTimes *times) {
+ProxycclTransferState proxyccl_transfer_times(const ProxycclTransfer *transfer, ProxycclTransferTimes *times) {
   pthread_mutex_lock(&transfer->agent->lock);
+  const ProxycclTransferState state = transfer->state;
   *times = transfer->times;
   pthread_mutex_unlock(&transfer->agent->lock);
+  return state;
 }

@@ -14,7 +14,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { PROXYCCL_LEDGER_WORDS = 1 << 20 };
 enum { PROXYCCL_SECRET_BYTES = 16, PROXYCCL_LONGEST_MESSAGE = 1 << 28, PROXYCCL_MOST_UNSENT = 1 << 29 };
 
 typedef struct ProxycclAgent ProxycclAgent;
@@ -157,27 +156,38 @@ int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t byte
  * because the answer may arrive after the time-out. Returns 0 or an errno, which is ETIMEDOUT after `timeout_ms`. */
 int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms);
 
-/* An agent's ledger shows which of its registrations are valid. A ledger has PROXYCCL_LEDGER_WORDS words in memory that
- * peers of the host map. Each registration has a number n, which is never used again, and uses the word n %
- * PROXYCCL_LEDGER_WORDS. The word is n while the memory is registered, and ~n if the memory was freed before it was
- * deregistered. Word 0 counts the registrations that have ended. */
-void proxyccl_ledger_begin(uint64_t *ledger, uint64_t number);
+/* An agent's ledger shows which of its registrations are valid, in memory that peers of the host map. Each registration
+ * has a number n, which is never used again, and uses the word n % PROXYCCL_LEDGER_WORDS. The word is n while the
+ * memory is registered, and ~n if the memory was freed before it was deregistered. Word 0 counts the registrations that
+ * have ended. Unused pages of a ledger take no memory. */
+enum { PROXYCCL_LEDGER_WORDS = 1 << 20, PROXYCCL_LEDGER_PLACES = 1 << 10, PROXYCCL_LEDGER_COUNTS = 1 << 12 };
+typedef struct ProxycclLedger {
+  uint64_t words[PROXYCCL_LEDGER_WORDS];
+  uint32_t places; /* the number of places that were used so far */
+  /* For each place, the numbers of active transfers of granted blocks, by a hash of the grant. */
+  uint32_t active[PROXYCCL_LEDGER_PLACES][PROXYCCL_LEDGER_COUNTS];
+} ProxycclLedger;
+void proxyccl_ledger_begin(ProxycclLedger *ledger, const uint64_t *numbers, uint64_t count);
 /* Ends a registration, unless it has ended already. `freed`: whether the memory is no longer mapped. Thread-safe. */
-void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed);
-uint64_t proxyccl_ledger_count(const uint64_t *ledger);
+void proxyccl_ledger_end(ProxycclLedger *ledger, uint64_t number, int freed);
+uint64_t proxyccl_ledger_count(const ProxycclLedger *ledger);
 /* A granted block has a number and a word like a registration. The word is n until the owner revokes the block, ~n
  * while the owner waits for active transfers, and then 0. The next function sets the words to ~n or, if `ends` is not
  * 0, to 0; after that the owner may overwrite blocks that others read. Unlike `proxyccl_ledger_end`, this function does
  * not count an end, so peers do not check all their registrations again. */
-void proxyccl_ledger_revoke(uint64_t *ledger, const uint64_t *numbers, uint64_t count, int ends);
+void proxyccl_ledger_revoke(ProxycclLedger *ledger, const uint64_t *numbers, uint64_t count, int ends);
 /* Returns the index of the first number whose word is 0 (or, if `starts` is not 0, ~n), or `count` if there is none. A
  * reader calls this function after it has copied the granted memory: the data of all numbers before the index was not
  * overwritten. */
-uint64_t proxyccl_ledger_revoked(const uint64_t *ledger, const uint64_t *numbers, uint64_t count, int starts);
-/* Waits until no transfer of a grant is active in a process that maps the ledger. `ledger_file`: a descriptor of the
- * ledger's file, with which no transfer locks. `grant`: the number of the grant's first block. Returns 0, EBUSY after
- * the time-out, or an errno of fcntl. */
-int proxyccl_ledger_wait(int ledger_file, uint64_t grant, uint64_t timeout_ns);
+uint64_t proxyccl_ledger_revoked(const ProxycclLedger *ledger, const uint64_t *numbers, uint64_t count, int starts);
+/* Takes a place in a ledger for this process's transfers, until the open file description of `file`, a descriptor of
+ * the ledger's file, is closed. The description must have no other place. Returns the place, or a negated errno: EUSERS
+ * if all places are taken. */
+int proxyccl_ledger_join(ProxycclLedger *ledger, int file);
+/* Waits until no transfer of a grant is active in a process that maps the ledger. `file`, `own`: the argument and the
+ * result of the calling process's proxyccl_ledger_join. `grant`: the number of the grant's first block. Returns 0,
+ * EBUSY after the time-out, or an errno of fcntl. */
+int proxyccl_ledger_wait(ProxycclLedger *ledger, int file, uint32_t own, uint64_t grant, uint64_t timeout_ns);
 
 /* Creates a link over a connected stream socket. Takes ownership of the socket, even if it fails. `peer_secret`: the
  * secret of the agent at the other end. `process`: a pidfd of the peer's process, which this function also takes
@@ -245,18 +255,20 @@ ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, Proxy
  * (registration number, block address), and the ledger with these numbers. Rows and ledger must outlive the transfer.
  * After one of these registrations has ended, the transfer does not begin, and the CPU or the kernel copies no further
  * piece. */
-void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint64_t *ledger, const uint64_t *rows,
+void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const ProxycclLedger *ledger, const uint64_t *rows,
                              uint64_t count);
-/* The grant of a transfer's remote blocks. The numbers, the ledger and the descriptor must outlive the transfer. */
+/* The grant of a transfer's remote blocks. The ledger, the numbers and the place must outlive the transfer. */
 typedef struct ProxycclGranted {
-  const uint64_t *ledger, *numbers; /* the owner's ledger, and the numbers of the blocks; their order is arbitrary */
+  ProxycclLedger *ledger;  /* the owner's ledger */
+  const uint64_t *numbers; /* the numbers of the blocks, in any order */
   uint64_t count;
   uint64_t grant;    /* the number of the grant's first block */
   uint64_t deadline; /* when the lease ends, in ns of CLOCK_MONOTONIC; 0 without a lease */
-  int32_t locks;     /* a descriptor of the ledger's file, with which transfers lock the grant */
+  uint32_t place;    /* this process's place in the ledger */
 } ProxycclGranted;
 /* Sets the grant of a transfer. A start then returns ESTALE if a block is revoked, and a transfer whose blocks are
- * revoked before its copies are complete ends as PROXYCCL_TRANSFER_STALE. */
+ * revoked before its copies are complete ends as PROXYCCL_TRANSFER_STALE. A write must be a transfer of
+ * proxyccl_transfer_create, whose copies have all ended when the transfer ends. */
 void proxyccl_transfer_set_grant(ProxycclTransfer *transfer, const ProxycclGranted *granted);
 /* Sets a number that the transfer's log records contain, and by which Python finds the transfer's peer and path. */
 void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
@@ -266,7 +278,7 @@ int proxyccl_transfer_release(ProxycclTransfer *transfer);
 /* Starts the transfer. `message`: a message to send to the peer once the data has arrived, or NULL. `stream`: a stream
  * of the copying device, or NULL; the copies run after the stream's earlier work and before its later work. If `stream`
  * is NULL, a short transfer ends before the function returns. Returns 0, EBUSY if the transfer is active, EMSGSIZE,
- * ENOMEM, ESTALE if a granted block is revoked, or the errno of a lock of the grant. */
+ * ENOMEM, or ESTALE if a granted block is revoked. */
 int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream);
 /* Starts the transfer once a stream has set words[0] to a nonzero value. When the transfer has ended, successfully or
  * not, words[1] becomes 1, and the stream's later work waits for words[1]. At the call both words must be 0. The words
@@ -291,6 +303,7 @@ ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_
 int proxyccl_transfer_error(const ProxycclTransfer *transfer);
 /* Gets the fault of a transfer that was refused or failed. */
 void proxyccl_transfer_fault(const ProxycclTransfer *transfer, ProxycclFault *fault);
-void proxyccl_transfer_times(const ProxycclTransfer *transfer, ProxycclTransferTimes *times);
+/* Gets the times of the last start, and returns the state at the same moment. */
+ProxycclTransferState proxyccl_transfer_times(const ProxycclTransfer *transfer, ProxycclTransferTimes *times);
 
 #endif

@@ -343,7 +343,7 @@ def test_memory_at_an_address_where_other_memory_was(pair: OnDevices) -> None:
     for value, nbytes in ((1, NBYTES), (2, NBYTES), (3, NBYTES // 2)):
         if number:
             pair.b._ledger.end(number)
-        number = pair.b._ledger.begin()
+        (number,) = pair.b._ledger.begin(1)
         array = array_of(1)
         array.fill(value)
         exported = pair.b._devices.share(Region(array.ptr, nbytes, array.runtime.device, VRAM), array.runtime)

@@ -9,103 +9,30 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
 
-from proxyccl import Runtime
-from proxyccl.channels.transfers import agent as agent_module
 from proxyccl.channels.transfers.errors import MetadataError
-from proxyccl.device.arrays.array import Array
-from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
-from proxyccl.nixl._api import nixl_agent
-from proxyccl.nixl.errors import nixlBackendError, nixlInvalidParamError
 from proxyccl.transfer import (
+    ActiveError,
     Agent,
     DisconnectedError,
-    Grant,
     NotGrantedError,
     NotRegisteredError,
     StaleReadError,
     State,
     Transfer,
-    shared_empty,
 )
-from support.agents import child, force_path
-from support.devices import rank_runtime
-from support.stream_words import wait_value, write_value
-
-BLOCKS, NBYTES = 8, 1 << 12
+from support.agents import child
+from support.grants import BLOCKS, NBYTES, Held, Sides, messages_of
 
 pytestmark = [
     pytest.mark.host_only("agents move the host's memory, whatever the runtime"),
     pytest.mark.filterwarnings("ignore:agent reader moves data:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
-
-
-class Sides:
-    """An owner with BLOCKS blocks of `nbytes` bytes, and a reader that has added the owner."""
-
-    def __init__(self, path: str, *, far: bool = False, nbytes: int = NBYTES, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.nbytes, self.far = nbytes, far
-        if far:  # a peer of another host can't map the ledger
-            monkeypatch.setattr(agent_module, "_open_ledger", lambda place: (None, "it is on another host"))
-        self.owner, self.reader = Agent("owner", listen=["127.0.0.1"]), Agent("reader", listen=["127.0.0.1"])
-        if path != "shared_memory":
-            force_path(self.reader, path)
-        allocate: Any = shared_empty if path == "shared_memory" else np.zeros
-        self.memory = allocate(BLOCKS * nbytes, np.uint8)
-        self.memory[:] = np.arange(len(self.memory)) % 251
-        self.target = np.zeros_like(self.memory)
-        self.there, self.here = self.owner.register(self.memory), self.reader.register(self.target)
-        self.reader.add(self.owner.metadata())
-
-    def address(self, block: int) -> int:
-        return self.there.address + block * self.nbytes
-
-    def grant(self, **options: Any) -> Grant:
-        return self.owner.grant([(self.address(block), self.nbytes) for block in range(BLOCKS)], **options)
-
-    def rows(self, *blocks: int) -> list[tuple[int, int, int]]:
-        return [(self.here.address + block * self.nbytes, self.address(block), self.nbytes) for block in blocks]
-
-    def close(self) -> None:
-        self.owner.close()
-        self.reader.close()
-
-
-@cache
-def one_runtime() -> Runtime:
-    return rank_runtime(0)
-
-
-class Held:
-    """A started transfer, which stays active until `release`: a stream that waits for a word starts its copies. If the
-    owner's ledger can't be mapped, the copies are complete and only the check of the grant is left, because nobody has
-    asked for the state.
-    """
-
-    def __init__(self, agent: Agent, transfer: Transfer, *, far: bool = False, message: bytes | None = None) -> None:
-        self.transfer, self._far, self._runtime = transfer, far, one_runtime()
-        agent.register(Array(self._runtime, self._runtime.allocate(8), (8,), as_dtype("uint8")))  # to use its streams
-        self._gate = self._runtime.allocate_pinned(8)
-        if far:
-            transfer.start(message)
-            while not transfer.times.ended:
-                time.sleep(1e-4)
-        else:
-            self._stream = self._runtime.create_stream()
-            wait_value(self._runtime, self._gate.ptr, 1, self._stream)
-            transfer.start(message, stream=self._stream)
-
-    def release(self) -> None:
-        if not self._far:
-            write_value(self._runtime, self._gate.ptr, 1, self._runtime.create_stream())
-            self._stream.synchronize()
 
 
 NEAR = ["process_vm", "shared_memory", "unix", "tcp"]
@@ -219,16 +146,16 @@ def test_a_canceled_read_is_not_waited_for(sides: Sides) -> None:
 
 
 def test_a_killed_reader_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forked child of the reader lives on."""
+    """A forked child of the reader lives on. Another reader takes the place of the killed one."""
     sides = Sides("process_vm", monkeypatch=monkeypatch)
-    grant, metadata = sides.grant(), sides.owner.metadata()
+    grant, metadata = sides.grant(key=3), sides.owner.metadata()
 
     def read(connection: socket.socket) -> None:
         with Agent("child") as reader:
             target = np.zeros(NBYTES, np.uint8)
             row = (reader.register(target).address, sides.address(0), NBYTES)
             reader.add(metadata)
-            held = Held(reader, reader.prepare("read", "owner", [row], grant=grant.encoded))
+            held = Held(reader, reader.prepare("read", "owner", [row], grant=3))
             if os.fork() != 0:
                 connection.send(held.transfer.state.name.encode())
             connection.recv(1)
@@ -238,6 +165,9 @@ def test_a_killed_reader_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
         assert not grant.revoke(wait=0.01)
         process.kill()
         assert grant.revoke(wait=10.0)
+        with sides.grant() as other:
+            sides.reader.read("owner", sides.rows(0), grant=other.encoded).wait()
+        assert sides.grant(key=3).revoke()
     sides.close()
 
 
@@ -250,12 +180,22 @@ def test_a_message_arrives_only_of_reads_that_are_not_stale(sides: Sides) -> Non
     held.release()
     with pytest.raises(StaleReadError):
         read.wait()
-    sides.reader.notify("owner", b"last")
-    messages: list[tuple[str, bytes]] = []
-    while ("reader", b"last") not in messages:
-        sides.owner.wait_for_message(10.0)
-        messages += sides.owner.messages()
-    assert messages == [("reader", b"whole"), ("reader", b"last")]
+    assert messages_of(sides) == [b"whole"]
+
+
+@pytest.mark.parametrize("sides", ["tcp, far"], indirect=True)
+def test_a_start_that_is_refused_neither_replaces_nor_repeats_the_message(sides: Sides) -> None:
+    with sides.grant() as grant:
+        read = sides.reader.prepare("read", "owner", sides.rows(0), grant=grant.encoded)
+        held = Held(sides.reader, read, message=b"first")
+        with pytest.raises(ActiveError):
+            read.start(b"second")
+        held.release()
+        read.wait()
+        with pytest.raises(ArgumentError, match="message"):
+            read.start(bytes((1 << 28) + 1))
+        assert read.done()
+    assert messages_of(sides) == [b"first"]
 
 
 def test_readers_name_a_grant_by_its_key(sides: Sides) -> None:
@@ -356,8 +296,6 @@ def test_wrong_arguments(sides: Sides) -> None:
                 grant.revoke(wait=wait)  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="granted block"):
             grant.revoke([sides.address(0) + 1])
-        with pytest.raises(ArgumentError, match="grant"):
-            sides.reader.prepare("write", "owner", sides.rows(0), grant=grant.encoded)
     for garbage in (b"", b"{}", grant.encoded[:-9]):
         with pytest.raises(MetadataError):
             sides.reader.read("owner", sides.rows(0), grant=garbage)
@@ -440,44 +378,6 @@ def test_grants_add_no_regions_of_the_program(sides: Sides) -> None:
     assert sides.owner.regions == [sides.there]
     assert sides.reader.regions == [sides.here]
     assert sides.reader.regions_of("owner") == [sides.there]
-
-
-@pytest.mark.parametrize("way", ["list", "prepared", "granted when prepared"])
-def test_a_list_of_nixl_carries_its_grant(way: str) -> None:
-    owner, reader = (nixl_agent(f"{name}, {way}") for name in ("owner", "reader"))
-    memory, target = np.full(4 * NBYTES, 5, np.uint8), np.zeros(4 * NBYTES, np.uint8)
-    rows, here = ([(array.ctypes.data + block * NBYTES, NBYTES, 0) for block in range(4)] for array in (memory, target))
-    for agent, blocks in ((owner, rows), (reader, here)):
-        agent.register_memory([(*block, "") for block in blocks], "DRAM")
-    name = reader.add_remote_agent(owner.get_agent_metadata())
-    descs = owner.get_xfer_descs(rows, "DRAM")
-    grant = owner.grant(descs)
-    remote = reader.deserialize_descs(owner.get_serialized_descs(descs))
-    assert remote == descs
-    plain = reader.get_xfer_descs(rows, "DRAM")
-    local = reader.get_xfer_descs(here, "DRAM")
-
-    def read(operation: str = "READ") -> str:
-        if way != "list":
-            ours, theirs = reader.prep_xfer_dlist("", local), reader.prep_xfer_dlist(name, remote)
-            if way == "granted when prepared":
-                theirs = reader.granted_dlist(reader.prep_xfer_dlist(name, plain), grant.encoded)
-            handle = reader.make_prepped_xfer(operation, ours, range(4), theirs, range(4))
-        else:
-            handle = reader.initialize_xfer(operation, local, remote, name)
-        state = reader.transfer(handle)
-        while state == "PROC":
-            state = reader.check_xfer_state(handle)
-        return state
-
-    assert read() == "DONE"
-    assert (target == memory).all()
-    with pytest.raises(nixlInvalidParamError):
-        read("WRITE")
-    grant.revoke()
-    with pytest.raises(nixlBackendError) as raised:
-        read()
-    assert isinstance(raised.value.__cause__, StaleReadError)
 
 
 @pytest.mark.parametrize("rounds", [60, pytest.param(2_000, marks=pytest.mark.slow)])

@@ -155,7 +155,7 @@ def test_memory_at_an_address_where_other_memory_was() -> None:
             share = structs.replace(share, region=Region(at, nbytes))
             if number:
                 b._ledger.end(number)
-            number = b._ledger.begin()
+            (number,) = b._ledger.begin(1)
             a.add(
                 METADATA.encode(
                     Metadata("proxyccl-agent-2", "b", b._token, None, [share.region], [number], [share], [])
@@ -171,13 +171,13 @@ def test_memory_at_an_address_where_other_memory_was() -> None:
         assert not ours.any()
         a.add(
             METADATA.encode(
-                Metadata("proxyccl-agent-2", "b", b._token, None, [Region(at + 500, 0)], [b._ledger.begin()], [], [])
+                Metadata("proxyccl-agent-2", "b", b._token, None, [Region(at + 500, 0)], b._ledger.begin(1), [], [])
             )
         )  # an empty region inside another region does not affect transfers of the outer region
         assert a.prepare("read", "b", [(here, at, 1000)]).path.name == "shared_memory"
         a.add(
             METADATA.encode(
-                Metadata("proxyccl-agent-2", "b", b._token, None, [Region(at, 500)], [b._ledger.begin()], [], [])
+                Metadata("proxyccl-agent-2", "b", b._token, None, [Region(at, 500)], b._ledger.begin(1), [], [])
             )
         )  # the new region is not memory that ProxyCCL allocated
         assert a.prepare("read", "b", [(here, at, 500)]).path.name == "process_vm"

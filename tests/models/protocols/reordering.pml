@@ -12,7 +12,8 @@
  * - cleared: a packet that is cleared before the peer sends the next one to its place
  * - calls: two ranks that look for each other's call after their own (calls.c)
  * - grant: a block that a reader copies while its owner revokes and overwrites it (pairing grant)
- * - locks: a granted block that its owner reuses once no transfer locks the grant (pairings grant-lock and grant-unlock)
+ * - counts: a granted block that its owner reuses once no transfer of the grant is active (pairings grant-start and
+ *   grant-end)
  */
 #include "bugs.pml"
 
@@ -142,17 +143,23 @@ end:
   od
 }
 
-/* locks: a transfer locks its grant, and copies the block unless the block is revoked; the owner revokes the block, and
- * reuses it when the grant is not locked. */
-byte locked, revoked, starts, reused;
+/* counts: a transfer is counted, and reads or writes the block unless the block is revoked; the owner revokes the block,
+ * and reuses it when no transfer is counted, or the process of the transfer has ended, as the kernel's lock shows. */
+byte counted, revoked, starts, reused;
+bool ended;
 
 proctype transferring() {
 end:
   do
-  STEP(a1, true, locked = 1)
-  STEP(a2, a1 || BUG(10), starts = !revoked) /* grant-lock: a full fence */
-  STEP(a3, a2, assert(!starts || !reused))
-  STEP(c1, a2 && (a3 || BUG(11)), locked = 0) /* grant-unlock: release fence */
+  STEP(a1, true, counted = 1)
+  STEP(a2, a1 || BUG(10), starts = !revoked) /* grant-start: a full fence */
+  STEP(a3, a2 || BUG(14), assert((a2 && !starts) || !reused)) /* a branch, which no write precedes */
+  STEP(c1, a2 && (a3 || BUG(11)), counted = 0) /* grant-end: release */
+  :: !ended -> ended = true; /* killed: the kernel unlocks after the last access of the process */
+    if
+    :: BUG(13) /* else a device goes on */
+    :: else -> break
+    fi
   :: a1 && a2 && a3 && c1 -> break
   od
 }
@@ -160,7 +167,7 @@ proctype waiting() {
 end:
   do
   STEP(b1, true, revoked = 1)
-  STEP(b2, (b1 || BUG(12)) && locked == 0, skip) /* grant-lock: a full fence */
+  STEP(b2, (b1 || BUG(12)) && (counted == 0 || ended), skip) /* grant-start: a full fence */
   STEP(b3, b1 && b2, reused = 1)
   :: b1 && b2 && b3 -> break
   od
