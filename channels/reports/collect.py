@@ -187,7 +187,8 @@ def _asking(group: Group, question: int) -> Iterator[Callable[[], list[KernelWai
     def answers() -> list[KernelWait]:
         found: list[KernelWait] = []
         settled = deadline
-        while time.monotonic() < min(deadline, settled):
+        # Launches that `is_done` does not see, such as graphs, have had the time of the other parts to answer.
+        while time.monotonic() < min(deadline, settled) and not group.runtime.in_flight.is_done():
             now = control.waits(LAST_QUESTION if control.aborted else question)
             if len(now) != len(found):
                 found, settled = now, time.monotonic() + _SETTLED_SECONDS
