@@ -31,7 +31,7 @@ from proxyccl.channels.expert_parallel.recording import (
     refuse_recording,
 )
 from proxyccl.channels.ranks import as_ranks
-from proxyccl.device.errors import ArgumentError
+from proxyccl.device.errors import ArgumentError, PeerLostError
 from proxyccl.device.runtime import StreamLike
 
 _MOST_NARROWED = 16
@@ -192,7 +192,9 @@ class EPAll2AllLayer:
         array_libraries.keep_opaque(EPAll2AllLayer)
         given = {name: value for name, value in locals().items() if name not in ("self", "ep_group")}
         options = LayerOptions(**given)
-        self._open(Members.of(ep_group, options.config), options)
+        members = Members.of(ep_group, options.config)
+        with members.closed_on_error():
+            self._open(members, options)
 
     @classmethod
     def _on(cls, members: Members, options: LayerOptions, *described: Any) -> EPAll2AllLayer:
@@ -201,11 +203,10 @@ class EPAll2AllLayer:
         return layer
 
     def _open(self, members: Members, options: LayerOptions, name: str = "", compared: Any = None, *names: Any) -> None:
-        with members.closed_on_error():
-            name = name or f"a layer with {options.layout!r} rows ({options.config.describe()})"
-            number = members.agree_on(compared or options.compared, name)
-            options = agree_on_placement(members.group, options)
-            ctx = DispatchCombineContext(members, options, number)
+        name = name or f"a layer with {options.layout!r} rows ({options.config.describe()})"
+        number = members.agree_on(compared or options.compared, name)
+        options = agree_on_placement(members.group, options)
+        ctx = DispatchCombineContext(members, options, number)
         self._take(LayerParts(ctx, options, *names), UnderWay())
 
     def _take(self, parts: LayerParts, under_way: UnderWay) -> None:
@@ -266,25 +267,36 @@ class EPAll2AllLayer:
         dropped, and `desc.lost_slots` marks them. Tokens that were in flight in this layer must be dispatched again.
 
         Args:
-            communicator: the result of `Communicator.shrink` of this layer's communicator. With None, this call shrinks
-                the communicator, and the new layer's `finalize` closes the shrunk communicator.
+            communicator: the result of `Communicator.shrink` of this layer's communicator, or of a communicator that
+                was shrunk from this layer's. With None, this call shrinks the communicator, and the new layer's
+                `finalize` closes the shrunk communicator.
 
         Raises:
             ArgumentError: `communicator` was not made by `Communicator.shrink`.
             ResourceError: no memory or channel ids are left.
+            PeerLostError: a rank was lost during the call, and `communicator` was given. The caller then shrinks
+                `communicator`, and calls `shrink` of this layer again with the result. Ranks on which this call had
+                succeeded call `shrink` of the new layer instead. With None, this call itself continues without the
+                lost rank.
             CommunicatorError: see `Communicator.shrink`.
         """
         if communicator is not None:
             _require_communicator(communicator)
         survivors = self.ctx.communicator.shrink() if communicator is None else communicator
-        members = Members(survivors, owned=communicator is None)
-        with members.closed_on_error():
-            present = self._present
-            if not survivors.members or max(survivors.members) >= len(present):
-                raise ArgumentError("communicator", "must come from layer.ctx.communicator.shrink()")
-            left = {present[member] for member in survivors.members}
-            lost = [rank for rank in range(self._parts.options.all_ranks) if rank not in left]
-        return self._on_members(members, lost, placed=self.ctx.places.turns if self.ctx.places is not None else 0)
+        while True:
+            members = Members(survivors, owned=communicator is None)
+            with members.closed_on_error():
+                numbers = members.group.numbers_in(self.ctx.group)
+                if numbers is None:
+                    raise ArgumentError("communicator", "must come from layer.ctx.communicator.shrink()")
+                left = [self._present[number] for number in numbers]
+                lost = [rank for rank in range(self._parts.options.all_ranks) if rank not in left]
+                try:
+                    return self._on_members(members, lost)
+                except PeerLostError:
+                    if communicator is not None:
+                        raise
+                    survivors = survivors.shrink()
 
     def grow(self, communicator: Communicator, *, lost_ranks: Sequence[int] = ()) -> EPAll2AllLayer:
         """Returns a layer with this layer's options on ranks among which new processes have taken the places of lost
@@ -355,19 +367,18 @@ class EPAll2AllLayer:
         """The original numbers of this layer's ranks."""
         return [rank for rank in range(self._parts.options.all_ranks) if rank not in self.lost_ranks]
 
-    def _on_members(self, members: Members, lost_ranks: Sequence[int], placed: int = 0) -> EPAll2AllLayer:
+    def _on_members(self, members: Members, lost_ranks: Sequence[int]) -> EPAll2AllLayer:
         """Returns a layer with this layer's other options on other ranks."""
-        group = members.group
-        with members.closed_on_error():
-            options = replace(
-                self._parts.options,
-                rank=group.rank,
-                local_world_size=node_size(group),
-                world_size=group.world_size,
-                lost_ranks=lost_ranks,
-                placement=self.placement,
-                placed=placed,
-            )
+        group, places = members.group, self.ctx.places
+        options = replace(
+            self._parts.options,
+            rank=group.rank,
+            local_world_size=node_size(group),
+            world_size=group.world_size,
+            lost_ranks=lost_ranks,
+            placement=self.placement,
+            placed=0 if places is None else places.turns,
+        )
         return EPAll2AllLayer._on(members, options)
 
     def ep_barrier_all(self, stream: StreamLike = None, intra_node_only: bool = False) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from proxyccl.channels.segment.process_descriptors import PeerProcess
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.device.memory import sockets
 from proxyccl.device.memory.descriptor_server import serve
@@ -21,6 +23,7 @@ from proxyccl.proxy.codec import Codec, Message, Uint64
 from proxyccl.proxy.daemon.introduced import offer
 from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.hosts import host_name, same_host, told_apart_by
+from proxyccl.proxy.processes import start_of
 
 
 class Whereabouts(Message, frozen=True):
@@ -33,6 +36,7 @@ class Whereabouts(Message, frozen=True):
         sockets: for each kind of socket that the rank can use, the best first, a text "kind details", which is equal on
             ranks that can reach each other by such a socket.
         lacking: for each other kind, the reason why the rank can't use it.
+        pid, started: see `PeerProcess`.
     """
 
     host: str
@@ -40,16 +44,28 @@ class Whereabouts(Message, frozen=True):
     process: str = ""
     sockets: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()
+    pid: int = 0
+    started: int | None = None
 
     @classmethod
     def own(cls) -> Whereabouts:
         directory, no_directory = sockets.usable_directory()
         daemon, no_daemon = _daemon()
         found = (sockets.shared_network(), directory, daemon)
-        lacking = (no_directory, no_daemon)
+        lacking, pid = (no_directory, no_daemon), os.getpid()
         return cls(
-            host_name(), proc_view(), forks.here().token.hex(), tuple(filter(None, found)), tuple(filter(None, lacking))
+            host_name(),
+            proc_view(),
+            forks.here().token.hex(),
+            tuple(filter(None, found)),
+            tuple(filter(None, lacking)),
+            pid,
+            start_of(pid),
         )
+
+    @property
+    def peer_process(self) -> PeerProcess:
+        return PeerProcess(self.pid, self.view, bytes.fromhex(self.process), self.started)
 
     def sees(self, other: Whereabouts) -> bool:
         """Returns whether the two ranks can open each other's descriptors in /proc, or are in one process."""
