@@ -369,9 +369,9 @@ class Group:
         ranks = self.topology.ranks
         own = ranks[self.rank]
         neighbours = tuple(
-            Neighbour(rank, ranks[rank].pid, ranks[rank].started or 0)
+            Neighbour(rank, ranks[rank].process.pid, ranks[rank].process.started or 0)
             for rank in range(self.world_size)
-            if self.topology.same_host(rank) and (rank == self.rank or ranks[rank].view == own.view != 0)
+            if self.topology.same_host(rank) and (rank == self.rank or ranks[rank].process.is_visible)
         )
         return Published(self.control, self._description, own.host, own.runtime, self.runtime.device, neighbours)
 

@@ -131,7 +131,7 @@ def meet(
         places = exchange.all_gather(Whereabouts.own(), WHEREABOUTS, "hosts")
         hosts = find_hosts(places)
         of_host = [peer for peer in range(world_size) if peer != rank and hosts[peer] == hosts[rank]]
-        exchange.processes = _others({peer: places[peer].peer_process for peer in of_host})
+        exchange.processes = _others({peer: places[peer].process for peer in of_host})
         ways = open_ways(places, hosts, rank, timeout)
         if runtime is None or isinstance(runtime, str):
             runtime = open_runtime(runtime, device, local_rank=hosts[:rank].count(hosts[rank]))

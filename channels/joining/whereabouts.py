@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +16,10 @@ from proxyccl.channels.segment.process_descriptors import PeerProcess
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.device.memory import sockets
 from proxyccl.device.memory.descriptor_server import serve
-from proxyccl.device.process import forks
-from proxyccl.device.process.namespaces import proc_view
-from proxyccl.proxy.codec import Codec, Message, Uint64
+from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.daemon.introduced import offer
 from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.hosts import host_name, same_host, told_apart_by
-from proxyccl.proxy.processes import start_of
 
 
 class Whereabouts(Message, frozen=True):
@@ -31,45 +27,29 @@ class Whereabouts(Message, frozen=True):
 
     Attributes:
         host: the result of `host_name`.
-        view: the result of `proc_view`.
-        process: the token of the rank's process, in hexadecimal.
+        process: the rank's process.
         sockets: for each kind of socket that the rank can use, the best first, a text "kind details", which is equal on
             ranks that can reach each other by such a socket.
         lacking: for each other kind, the reason why the rank can't use it.
-        pid, started: see `PeerProcess`.
     """
 
     host: str
-    view: Uint64
-    process: str = ""
+    process: PeerProcess
     sockets: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()
-    pid: int = 0
-    started: int | None = None
 
     @classmethod
     def own(cls) -> Whereabouts:
         directory, no_directory = sockets.usable_directory()
         daemon, no_daemon = _daemon()
         found = (sockets.shared_network(), directory, daemon)
-        lacking, pid = (no_directory, no_daemon), os.getpid()
-        return cls(
-            host_name(),
-            proc_view(),
-            forks.here().token.hex(),
-            tuple(filter(None, found)),
-            tuple(filter(None, lacking)),
-            pid,
-            start_of(pid),
-        )
-
-    @property
-    def peer_process(self) -> PeerProcess:
-        return PeerProcess(self.pid, self.view, bytes.fromhex(self.process), self.started)
+        lacking = (no_directory, no_daemon)
+        return cls(host_name(), PeerProcess.own(), tuple(filter(None, found)), tuple(filter(None, lacking)))
 
     def sees(self, other: Whereabouts) -> bool:
         """Returns whether the two ranks can open each other's descriptors in /proc, or are in one process."""
-        return self.view == other.view if self.view else bool(self.process) and self.process == other.process
+        own, theirs = self.process, other.process
+        return own.view == theirs.view if own.view else own.token == theirs.token
 
     def way(self, other: Whereabouts) -> str | None:
         """Returns the means by which two ranks pass descriptors: "" for /proc, else the kind of socket; None if the two
@@ -153,9 +133,9 @@ def open_ways(ranks: Sequence[Whereabouts], hosts: Sequence[str], rank: int, tim
 
 
 def _require_ways(of_host: Sequence[tuple[int, Whereabouts]]) -> None:
-    alike: dict[Whereabouts, list[int]] = {}
+    alike: dict[tuple[object, ...], list[int]] = {}
     for rank, place in of_host:
-        alike.setdefault(place if not place.view else Whereabouts("", place.view, "", place.sockets), []).append(rank)
+        alike.setdefault((place.process.view or place.process, place.sockets), []).append(rank)
     by_rank = dict(of_host)
     for members, others in itertools.combinations(alike.values(), 2):
         one, other = by_rank[members[0]], by_rank[others[0]]
@@ -171,7 +151,7 @@ def _apart(members: Sequence[int], one: Whereabouts, others: Sequence[int], othe
         for ranks, place in ((members, one), (others, other))
         if place.lacking
     )
-    proc = "PID (or user) namespace" if one.view or other.view else "/proc that shows them"
+    proc = "PID (or user) namespace" if one.process.view or other.process.view else "/proc that shows them"
     return (
         f"{_named(members)} and {_named(others)} are on {where}, but can't pass each other descriptors of memory: they "
         f"share no {proc}, network namespace or directory of sockets{f' ({lacking})' if lacking else ''}. "

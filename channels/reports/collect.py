@@ -26,6 +26,7 @@ from msgspec.structs import asdict
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
+from proxyccl.channels.reports.peers import member_of
 from proxyccl.channels.reports.report import (
     Call,
     Exchange,
@@ -123,7 +124,7 @@ def collect(
         beside: names of the other communicators that this process has open.
     """
     topology, rank = group.topology, group.rank
-    members = [Member(info.host, info.pid, info.started, info.view) for info in topology.ranks]
+    members = [member_of(info) for info in topology.ranks]
     unread: list[str] = []
 
     def part(what: str, read: Callable[[], T], otherwise: T) -> T:
