@@ -150,6 +150,8 @@ class EPAll2AllLayer:
         quantized: whether tokens are sent in float8.
         ctx: the buffers and launches.
         forms: the forms of the layer's calls.
+        sums_on_own_node: whether a token's own rank sums all rows of the token, so that `combine` takes topk_weights.
+        sums_ranks_in_turn: whether `combine` takes order_ids.
         under_way: the calls in two halves whose second half is pending.
 
     Raises:
@@ -212,7 +214,7 @@ class EPAll2AllLayer:
     def _take(self, parts: LayerParts, under_way: UnderWay) -> None:
         options, self.ctx = parts.options, parts.ctx
         self._parts, self.under_way, self.forms = parts, under_way, Forms(parts)
-        self._sums_on_own_node = parts.sums_on_own_node
+        self.sums_on_own_node, self.sums_ranks_in_turn = parts.sums_on_own_node, parts.sums_ranks_in_turn
         self.ep_config, self.lost_ranks = options.config, options.lost_ranks
         self.layout, self.max_recv_tokens, self.quantized = options.layout, options.fixed_rows, options.quantized
         self._narrowed: dict[int, EPAll2AllLayer] = {}
@@ -606,11 +608,6 @@ class EPAll2AllLayer:
         self.under_way.returned = sent
         return sent
 
-    @property
-    def sums_ranks_in_turn(self) -> bool:
-        """Whether `combine` takes `order_ids`."""
-        return self._parts.sums_ranks_in_turn
-
     def combine_input(self, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
         """Returns an array for the experts' results, [R, hidden] of `dtype`. With output_buffers the array lies in a
         buffer, from which peers load rows in `combine`, so that no rows are sent. All calls return an array in the same
@@ -737,11 +734,6 @@ class EPAll2AllLayer:
         """
         self.ctx.require_usable()
         self._parts.check_ended()
-
-    @property
-    def sums_on_own_node(self) -> bool:
-        """Whether a token's own rank sums all rows of the token, so that `combine` takes topk_weights."""
-        return self._sums_on_own_node
 
     def _refuse_returning(self) -> None:
         if self.ctx.closed or self.under_way.returned is not None:  # the launch itself checks for failed ranks

@@ -71,21 +71,14 @@ class ExpertPlaces:
         dropped = config.num_experts if dropping & NUMBER_DROPS else -1
         self._sizes = options.all_experts, config.topk, config.rank, dropping, dropped
         self._prepare = functools.partial(kernel.prepare, *grid)
-        self.placement: tuple[int, ...] | None = None
-        if options.placement is None:
-            self._fill(range(options.places))
-        else:
-            self._set(options.placement)
+        self.placement = None if options.placement is None else tuple(options.placement)
+        self._fill(self.placement or range(options.places))
 
     def launch(self, id_bytes: int) -> Launch:
         """Returns the launch for ids of 4 or 8 bytes. The caller fills in the address of the ids (argument 0), the
         address of the bool array of lost slots (3) and the number of slots (4).
         """
         return self._prepare(0, self._table.ptr, self.ids.ptr, 0, 0, id_bytes, *self._sizes)
-
-    def _set(self, placement: Sequence[int]) -> None:
-        self._fill(placement)
-        self.placement = tuple(placement)
 
     def _fill(self, placement: Sequence[int]) -> None:
         """Writes the table of a placement."""
@@ -115,5 +108,5 @@ class ExpertPlaces:
         for rank, theirs in enumerate(group.exchange.all_gather(own, _DIGEST, "a placement of experts")):
             if theirs != own:
                 raise ArgumentError("placement", f"differs between ranks {group.rank} and {rank}; give all the same")
-        self._set(placement)
-        self.turns += 1
+        self._fill(placement)
+        self.placement, self.turns = placement, self.turns + 1

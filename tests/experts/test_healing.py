@@ -347,8 +347,8 @@ def test_the_survivors_of_two_losses_have_the_latest_placement(monkeypatch: pyte
         places = layer.ctx.places
         assert places is not None
         if comm.rank == 0:
-            places.turns += 1
-            places._set(MOVED)
+            places._fill(MOVED)
+            places.placement, places.turns = MOVED, 1
         comm.all_gather_bytes(b"")
         if not given:
             layer = layer.shrink()
