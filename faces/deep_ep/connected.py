@@ -74,14 +74,17 @@ class Connected:
                 `destroy`.
 
         Raises:
-            ArgumentError: the communicator's rank or number of ranks is not the buffer's, or a `Buffer` was made
-                without enable_shrink.
+            ArgumentError: the communicator's rank or number of ranks is not the buffer's, the buffer has this
+                communicator already, or a `Buffer` was made without enable_shrink.
+            CommunicatorError: a rank was lost while the old communicator was closed. The buffer has grown.
         """
         self._usable()
         if not isinstance(communicator, Communicator):
             raise ArgumentError("communicator", f"must be a Communicator, not {type(communicator).__name__}")
         if (found := (communicator.rank, communicator.world_size)) != (own := self._rank_and_ranks):
             raise ArgumentError("communicator", f"has (rank, ranks) = {found}; expected the buffer's, {own}")
+        if communicator is self.communicator:
+            raise ArgumentError("communicator", "is the buffer's own; expected the result of its `grow`")
         before, owned = self.communicator, self._owned
         # If the old communicator fails, it releases the memory itself, and the next call reports the lost rank.
         with contextlib.suppress(CommunicatorError):

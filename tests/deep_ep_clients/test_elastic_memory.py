@@ -411,6 +411,8 @@ def test_an_elastic_buffer_continues_with_a_new_process() -> None:
             comm.all_gather_bytes(b"")
         with comm.shrink(exclude=[1]) as shrunk, shrunk.grow(whole[comm.rank]) as grown:
             buffer.grow(grown)
+            with pytest.raises(ArgumentError, match=r"^communicator: is the buffer's own"):
+                buffer.grow(grown)
             use(buffer, grown)
             buffer.destroy()
 
