@@ -86,19 +86,16 @@ def find_hosts(ranks: Sequence[Whereabouts]) -> list[str]:
         RuntimeUnavailableError: ranks of one host share neither /proc nor a socket. All ranks raise this error, which
             names these ranks and says how to start them.
     """
-    _require_one_choice([told_apart_by(place.host) for place in ranks])
+    choices = [told_apart_by(place.host) for place in ranks]
+    for rank, choice in enumerate(choices):
+        if choice != choices[0]:
+            found = f"rank 0 has {choices[0]!r}, rank {rank} {choice!r}"
+            raise ArgumentError("PROXYCCL_HOSTS", f"must be the same on all ranks; {found}")
     first: dict[str, str] = {}
     hosts = [first.setdefault(rank.host.partition("/")[2], rank.host) for rank in ranks]
     for host in first.values():
         _require_ways([(rank, place) for rank, place in enumerate(ranks) if same_host(place.host, host)])
     return hosts
-
-
-def _require_one_choice(choices: Sequence[str]) -> None:
-    for rank, choice in enumerate(choices):
-        if choice != choices[0]:
-            found = f"rank 0 has {choices[0]!r}, rank {rank} {choice!r}"
-            raise ArgumentError("PROXYCCL_HOSTS", f"must be the same on all ranks; {found}")
 
 
 def open_ways(ranks: Sequence[Whereabouts], hosts: Sequence[str], rank: int, timeout: float) -> dict[int, str]:
