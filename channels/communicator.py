@@ -39,7 +39,6 @@ from proxyccl.device.errors import (
     ArgumentError,
     ClosedError,
     CommunicatorError,
-    PeerLostError,
     ProxyCCLError,
     ResourceError,
     RuntimeUnavailableError,
@@ -306,9 +305,12 @@ class Communicator(CollectiveCalls):
             shrunk._collectives.start()
         except CommunicatorError:  # a rank was lost after all ranks had agreed
             try:
-                return shrunk.shrink(timeout=bounded)
+                again = shrunk.shrink(timeout=bounded)
             finally:
                 shrunk._group.close()
+            # The caller has not seen the numbers of `shrunk`.
+            again._group.members = again._group.numbers_in(self._group) or ()
+            return again
         except ProxyCCLError:
             shrunk._group.close()
             raise
@@ -345,7 +347,7 @@ class Communicator(CollectiveCalls):
         except ProxyCCLError as error:
             failure = error
         try:
-            all_have = self._group.all_have_grown(joined=failure is None)
+            all_have = self._group.all_have_grown(bounded, joined=failure is None)
         except BaseException:
             if is_open:
                 grown._group.close(reason="grow: the ranks could not agree")
@@ -357,8 +359,6 @@ class Communicator(CollectiveCalls):
         if is_open:
             grown._group.close(reason=reason)
         self._group.failure.require_usable()
-        if isinstance(failure, ArgumentError) and failure.argument == "handle":  # of a process that has ended
-            raise PeerLostError(f"grow: a new rank ended: {failure}", rank=self.rank, operation="grow") from failure
         raise failure or AbortedError(reason, rank=self.rank, operation="grow")
 
     @property

@@ -135,6 +135,7 @@ class Group:
         self._one_caller = OneCaller()
         self._growths = 0
         self.linger, self.ways, self.members = meeting.options.linger, meeting.ways, meeting.members
+        self._numbers: dict[str, tuple[int, ...]] = {}  # by the names of the groups from which this group was shrunk
         self.exchange = exchange = meeting.exchange
         self.rank, self.world_size, self.timeout = exchange.rank, exchange.world_size, exchange.timeout
         self.thread = threading.get_ident()
@@ -211,7 +212,16 @@ class Group:
         for peer in set(range(self.world_size)) - {*meeting.members, *excluded}:
             if not self._watcher.has_ended(peer):
                 self.late(peer, "shrink", "come", timeout)
-        return Group(meeting, mapped=self._mapped)
+        shrunk = Group(meeting, mapped=self._mapped)
+        earlier = {job: tuple(numbers[member] for member in meeting.members) for job, numbers in self._numbers.items()}
+        shrunk._numbers = {self.job: meeting.members, **earlier}
+        return shrunk
+
+    def numbers_in(self, whole: Group) -> tuple[int, ...] | None:
+        """Returns the ranks' numbers in a group from which this group was shrunk, in one or several steps; None if
+        this group was not shrunk from `whole`.
+        """
+        return self._numbers.get(whole.job)
 
     def grow(self, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Group:
         """Makes a group of the ranks of a bootstrap, including this rank. The new group outlives this group. Raises the
@@ -225,13 +235,18 @@ class Group:
             meeting = regroup(self._meeting, bootstrap, timeout, check, owns_bootstrap=owns_bootstrap)
             return Group(meeting, mapped=self._mapped)
 
-    def all_have_grown(self, *, joined: bool) -> bool:
+    def all_have_grown(self, timeout: float, *, joined: bool) -> bool:
         """Returns whether all ranks of this group have joined a grown group; the same on all ranks, even if some of
-        them end during the call. `joined`: whether this rank has joined. Between hosts, a bootstrap without a board
-        can't keep ranks from getting different results if a rank ends in the middle of this call.
+        them end during the call. Between hosts, a bootstrap without a board can't keep ranks from getting different
+        results if a rank ends in the middle of this call.
+
+        Args:
+            timeout: the time-out of the grown group's waits, for which other ranks may still wait for new ranks.
+            joined: whether this rank has joined.
         """
         try:
-            everyone: list[bool] = self.exchange.all_gather(joined, FLAG, "grow")
+            longest = self.timeout + timeout
+            everyone: list[bool] = self.exchange.all_gather(joined, FLAG, "grow", longest)
             if not all(everyone):
                 return False
         except CommunicatorError:  # other ranks may have got all messages of this exchange
@@ -351,9 +366,9 @@ class Group:
         ranks = self.topology.ranks
         own = ranks[self.rank]
         neighbours = tuple(
-            Neighbour(rank, ranks[rank].pid, ranks[rank].started or 0)
+            Neighbour(rank, ranks[rank].process.pid, ranks[rank].process.started or 0)
             for rank in range(self.world_size)
-            if self.topology.same_host(rank) and (rank == self.rank or ranks[rank].view == own.view != 0)
+            if self.topology.same_host(rank) and (rank == self.rank or ranks[rank].process.is_visible)
         )
         return Published(self.control, self._description, own.host, own.runtime, self.runtime.device, neighbours)
 

@@ -201,8 +201,8 @@ class PeerLinks:
         return [info for rank, info in enumerate(self.topology.ranks) if self.topology.same_host(rank)]
 
     def _of_container(self) -> list[RankInfo]:
-        own = self.topology.ranks[self.topology.rank].view
-        return [info for info in self._of_host() if info.view == own]
+        own = self.topology.ranks[self.topology.rank].process.view
+        return [info for info in self._of_host() if info.process.view == own]
 
     def _job_options(self) -> JobOptions:
         beside = self._of_container()
@@ -218,7 +218,7 @@ class PeerLinks:
         when joining.
         """
         return set().union(
-            *(cores_of(info.pid) if info.process.is_visible else decode_cores(info.cores) for info in of_host)
+            *(cores_of(info.process.pid) if info.process.is_visible else decode_cores(info.cores) for info in of_host)
         )
 
     def _idle(self) -> IdlePolicy:

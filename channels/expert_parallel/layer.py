@@ -31,7 +31,7 @@ from proxyccl.channels.expert_parallel.recording import (
     refuse_recording,
 )
 from proxyccl.channels.ranks import as_ranks
-from proxyccl.device.errors import ArgumentError
+from proxyccl.device.errors import ArgumentError, PeerLostError
 from proxyccl.device.runtime import StreamLike
 
 _MOST_NARROWED = 16
@@ -150,6 +150,8 @@ class EPAll2AllLayer:
         quantized: whether tokens are sent in float8.
         ctx: the buffers and launches.
         forms: the forms of the layer's calls.
+        sums_on_own_node: whether a token's own rank sums all rows of the token, so that `combine` takes topk_weights.
+        sums_ranks_in_turn: whether `combine` takes order_ids.
         under_way: the calls in two halves whose second half is pending.
 
     Raises:
@@ -192,7 +194,9 @@ class EPAll2AllLayer:
         array_libraries.keep_opaque(EPAll2AllLayer)
         given = {name: value for name, value in locals().items() if name not in ("self", "ep_group")}
         options = LayerOptions(**given)
-        self._open(Members.of(ep_group, options.config), options)
+        members = Members.of(ep_group, options.config)
+        with members.closed_on_error():
+            self._open(members, options)
 
     @classmethod
     def _on(cls, members: Members, options: LayerOptions, *described: Any) -> EPAll2AllLayer:
@@ -201,17 +205,16 @@ class EPAll2AllLayer:
         return layer
 
     def _open(self, members: Members, options: LayerOptions, name: str = "", compared: Any = None, *names: Any) -> None:
-        with members.closed_on_error():
-            name = name or f"a layer with {options.layout!r} rows ({options.config.describe()})"
-            number = members.agree_on(compared or options.compared, name)
-            options = agree_on_placement(members.group, options)
-            ctx = DispatchCombineContext(members, options, number)
+        name = name or f"a layer with {options.layout!r} rows ({options.config.describe()})"
+        number = members.agree_on(compared or options.compared, name)
+        options = agree_on_placement(members.group, options)
+        ctx = DispatchCombineContext(members, options, number)
         self._take(LayerParts(ctx, options, *names), UnderWay())
 
     def _take(self, parts: LayerParts, under_way: UnderWay) -> None:
         options, self.ctx = parts.options, parts.ctx
         self._parts, self.under_way, self.forms = parts, under_way, Forms(parts)
-        self._sums_on_own_node = parts.sums_on_own_node
+        self.sums_on_own_node, self.sums_ranks_in_turn = parts.sums_on_own_node, parts.sums_ranks_in_turn
         self.ep_config, self.lost_ranks = options.config, options.lost_ranks
         self.layout, self.max_recv_tokens, self.quantized = options.layout, options.fixed_rows, options.quantized
         self._narrowed: dict[int, EPAll2AllLayer] = {}
@@ -266,25 +269,36 @@ class EPAll2AllLayer:
         dropped, and `desc.lost_slots` marks them. Tokens that were in flight in this layer must be dispatched again.
 
         Args:
-            communicator: the result of `Communicator.shrink` of this layer's communicator. With None, this call shrinks
-                the communicator, and the new layer's `finalize` closes the shrunk communicator.
+            communicator: the result of `Communicator.shrink` of this layer's communicator, or of a communicator that
+                was shrunk from this layer's. With None, this call shrinks the communicator, and the new layer's
+                `finalize` closes the shrunk communicator.
 
         Raises:
             ArgumentError: `communicator` was not made by `Communicator.shrink`.
             ResourceError: no memory or channel ids are left.
+            PeerLostError: a rank was lost during the call, and `communicator` was given. The caller then shrinks
+                `communicator`, and calls `shrink` of this layer again with the result. Ranks on which this call had
+                succeeded call `shrink` of the new layer instead. With None, this call itself continues without the
+                lost rank.
             CommunicatorError: see `Communicator.shrink`.
         """
         if communicator is not None:
             _require_communicator(communicator)
         survivors = self.ctx.communicator.shrink() if communicator is None else communicator
-        members = Members(survivors, owned=communicator is None)
-        with members.closed_on_error():
-            present = self._present
-            if not survivors.members or max(survivors.members) >= len(present):
-                raise ArgumentError("communicator", "must come from layer.ctx.communicator.shrink()")
-            left = {present[member] for member in survivors.members}
-            lost = [rank for rank in range(self._parts.options.all_ranks) if rank not in left]
-        return self._on_members(members, lost, placed=self.ctx.places.turns if self.ctx.places is not None else 0)
+        while True:
+            members = Members(survivors, owned=communicator is None)
+            with members.closed_on_error():
+                numbers = members.group.numbers_in(self.ctx.group)
+                if numbers is None:
+                    raise ArgumentError("communicator", "must come from layer.ctx.communicator.shrink()")
+                left = [self._present[number] for number in numbers]
+                lost = [rank for rank in range(self._parts.options.all_ranks) if rank not in left]
+                try:
+                    return self._on_members(members, lost)
+                except PeerLostError:
+                    if communicator is not None:
+                        raise
+                    survivors = survivors.shrink()
 
     def grow(self, communicator: Communicator, *, lost_ranks: Sequence[int] = ()) -> EPAll2AllLayer:
         """Returns a layer with this layer's options on ranks among which new processes have taken the places of lost
@@ -355,19 +369,18 @@ class EPAll2AllLayer:
         """The original numbers of this layer's ranks."""
         return [rank for rank in range(self._parts.options.all_ranks) if rank not in self.lost_ranks]
 
-    def _on_members(self, members: Members, lost_ranks: Sequence[int], placed: int = 0) -> EPAll2AllLayer:
+    def _on_members(self, members: Members, lost_ranks: Sequence[int]) -> EPAll2AllLayer:
         """Returns a layer with this layer's other options on other ranks."""
-        group = members.group
-        with members.closed_on_error():
-            options = replace(
-                self._parts.options,
-                rank=group.rank,
-                local_world_size=node_size(group),
-                world_size=group.world_size,
-                lost_ranks=lost_ranks,
-                placement=self.placement,
-                placed=placed,
-            )
+        group, places = members.group, self.ctx.places
+        options = replace(
+            self._parts.options,
+            rank=group.rank,
+            local_world_size=node_size(group),
+            world_size=group.world_size,
+            lost_ranks=lost_ranks,
+            placement=self.placement,
+            placed=0 if places is None else places.turns,
+        )
         return EPAll2AllLayer._on(members, options)
 
     def ep_barrier_all(self, stream: StreamLike = None, intra_node_only: bool = False) -> None:
@@ -595,11 +608,6 @@ class EPAll2AllLayer:
         self.under_way.returned = sent
         return sent
 
-    @property
-    def sums_ranks_in_turn(self) -> bool:
-        """Whether `combine` takes `order_ids`."""
-        return self._parts.sums_ranks_in_turn
-
     def combine_input(self, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
         """Returns an array for the experts' results, [R, hidden] of `dtype`. With output_buffers the array lies in a
         buffer, from which peers load rows in `combine`, so that no rows are sent. All calls return an array in the same
@@ -726,11 +734,6 @@ class EPAll2AllLayer:
         """
         self.ctx.require_usable()
         self._parts.check_ended()
-
-    @property
-    def sums_on_own_node(self) -> bool:
-        """Whether a token's own rank sums all rows of the token, so that `combine` takes topk_weights."""
-        return self._sums_on_own_node
 
     def _refuse_returning(self) -> None:
         if self.ctx.closed or self.under_way.returned is not None:  # the launch itself checks for failed ranks

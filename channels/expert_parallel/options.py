@@ -34,6 +34,8 @@ _PAIR_TYPES = {FLOAT8: (FLOAT8, 1), FLOAT4: ("uint8", 2)}
 _LAYOUTS = ("expert", "rank", "padded")
 _FLAGS = "enable_local_combine", "use_aot", "grows", "keeps_outputs", "minus_one_drops", "scales_by_columns", "proxied"
 _CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
+GIVEN = -1
+"""The value of `LayerOptions.placed` for a placement that the program passed to the constructor."""
 _MAY_DIFFER = {"rank", "use_aot", "capacity", "placed", "config"}  # these options may differ between ranks
 
 
@@ -60,7 +62,7 @@ class LayerOptions:
     Attributes:
         proxied: whether all rows go through the proxies.
         call_tokens: the most tokens of one rank in a call; None for max_tokens.
-        placed: how often the placement has changed since the layer from which `shrink` makes this layer was made.
+        placed: how often `place` has changed the placement, in the layers from which this layer is made; or `GIVEN`.
         config: sizes and types, for the remaining ranks.
     """
 
@@ -92,7 +94,7 @@ class LayerOptions:
     capacity: int = 2
     proxied: bool = False
     call_tokens: int | None = None
-    placed: int = 0
+    placed: int = GIVEN
     config: EPConfig = field(init=False)
 
     def __post_init__(self) -> None:

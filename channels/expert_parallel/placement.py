@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from proxyccl.channels.expert_parallel.config import MAX_EXPERTS, NUMBER_DROPS
 from proxyccl.channels.expert_parallel.members import Nodes
-from proxyccl.channels.expert_parallel.options import LayerOptions, as_placement
+from proxyccl.channels.expert_parallel.options import GIVEN, LayerOptions, as_placement
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
 from proxyccl.channels.segment.calls import CollectiveCall, register_names
@@ -25,11 +25,12 @@ _PLACEMENT = Codec[tuple[int, list[int]]](tuple[int, list[int]], 8 * MAX_EXPERTS
 
 
 def agree_on_placement(group: Group, options: LayerOptions) -> LayerOptions:
-    """Returns the options with the placement that has changed most often on any rank. All ranks of a new layer with a
-    placement call this together. If a rank was lost during `place`, only some of the remaining ranks, from which
-    `shrink` makes a layer, may have changed their placement.
+    """Returns the options with the placement that has changed most often on any rank, and how often it has changed. All
+    ranks of a new layer with a placement call this together. If a rank was lost during `place`, only some of the
+    remaining ranks, from which `shrink` makes a layer, may have changed their placement.
 
-    Raises ArgumentError if placements that have changed equally often differ.
+    Raises ArgumentError if placements that have changed equally often differ, or if a placement that a program passed
+    to the constructor differs from the result.
     """
     if options.placement is None:
         return options
@@ -37,10 +38,10 @@ def agree_on_placement(group: Group, options: LayerOptions) -> LayerOptions:
         (options.placed, list(options.placement)), _PLACEMENT, "a placement of experts"
     )
     latest = max(placed for placed, _ in everyone)
-    ranks = {tuple(placement): rank for rank, (placed, placement) in enumerate(everyone) if placed == latest}
+    ranks = {tuple(found): rank for rank, (placed, found) in enumerate(everyone) if placed in (latest, GIVEN)}
     if len(ranks) > 1:
         raise ArgumentError("placement", f"differs between ranks {' and '.join(map(str, sorted(ranks.values())))}")
-    return replace(options, placement=next(iter(ranks)), placed=0)
+    return replace(options, placement=next(iter(ranks)), placed=max(latest, 0))
 
 
 class ExpertPlaces:
@@ -56,35 +57,28 @@ class ExpertPlaces:
             without a place get an id that drops the slot; an invalid id becomes -2.
         placement: for each place of the original ranks, the number of its expert, or -1; None if the layer was made
             without a placement.
-        turns: how often `place` has changed the placement.
+        turns: how often `place` has changed the placement, in this layer and in those from which it was made.
     """
 
     def __init__(self, group: Group, options: LayerOptions, nodes: Nodes, grid: tuple[int, int], number: int) -> None:
         config, dropping = options.config, options.dropping_ids
         self._group, self._options, self._local, self._number = group, options, nodes.members[nodes.own], number
         self._left = [rank for rank in range(options.all_ranks) if rank not in options.lost_ranks]
-        self.turns = 0
+        self.turns = options.placed
         self.ids = allocate(group, (config.max_tokens, config.topk), "int32", "experts")
         self._table = allocate(group, (options.all_experts + 1 + options.places,), "int32", "experts")
         kernel = group.runtime.shipped("experts/places.h", "expert_places", compiled_only=options.use_aot)
         dropped = config.num_experts if dropping & NUMBER_DROPS else -1
         self._sizes = options.all_experts, config.topk, config.rank, dropping, dropped
         self._prepare = functools.partial(kernel.prepare, *grid)
-        self.placement: tuple[int, ...] | None = None
-        if options.placement is None:
-            self._fill(range(options.places))
-        else:
-            self._set(options.placement)
+        self.placement = None if options.placement is None else tuple(options.placement)
+        self._fill(self.placement or range(options.places))
 
     def launch(self, id_bytes: int) -> Launch:
         """Returns the launch for ids of 4 or 8 bytes. The caller fills in the address of the ids (argument 0), the
         address of the bool array of lost slots (3) and the number of slots (4).
         """
         return self._prepare(0, self._table.ptr, self.ids.ptr, 0, 0, id_bytes, *self._sizes)
-
-    def _set(self, placement: Sequence[int]) -> None:
-        self._fill(placement)
-        self.placement = tuple(placement)
 
     def _fill(self, placement: Sequence[int]) -> None:
         """Writes the table of a placement."""
@@ -114,5 +108,5 @@ class ExpertPlaces:
         for rank, theirs in enumerate(group.exchange.all_gather(own, _DIGEST, "a placement of experts")):
             if theirs != own:
                 raise ArgumentError("placement", f"differs between ranks {group.rank} and {rank}; give all the same")
-        self._set(placement)
-        self.turns += 1
+        self._fill(placement)
+        self.placement, self.turns = placement, self.turns + 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import TypeVar
 
@@ -17,11 +17,13 @@ from proxyccl.channels.joining.one_caller import OneCaller
 from proxyccl.channels.liveness.failure import FailureState
 from proxyccl.channels.liveness.watcher import Watcher
 from proxyccl.channels.segment.error_record import DIFFERENT_CALL
+from proxyccl.channels.segment.process_descriptors import PeerProcess
 from proxyccl.device.errors import (
     AbortedError,
     CommunicatorError,
     ExchangeError,
     MismatchError,
+    PeerLostError,
     ProxyCCLError,
     ResourceError,
     raise_in_place_of,
@@ -57,6 +59,7 @@ class Exchange:
 
     Attributes:
         made: the number of exchanges that this rank has begun.
+        processes: by rank, the processes that end this rank's wait by ending before `guard` is called.
     """
 
     def __init__(self, bootstrap: Bootstrap, timeout: float, give_up: Callable[[], None] = lambda: None) -> None:
@@ -71,6 +74,7 @@ class Exchange:
         self._ended = False
         self._next_look = 0.0
         self.made = 0
+        self.processes: Mapping[int, PeerProcess] = {}
 
     def carry_over(self, bootstrap: Bootstrap) -> None:
         """Makes later exchanges use another bootstrap; all ranks call this together."""
@@ -131,21 +135,23 @@ class Exchange:
         else:
             self._guard[0].check()
 
-    def all_gather(self, value: T, codec: Codec[T], purpose: str) -> list[T]:
+    def all_gather(self, value: T, codec: Codec[T], purpose: str, timeout: float | None = None) -> list[T]:
         """Returns every rank's value, in rank order.
 
         Args:
             value: this rank's value.
             codec: encodes values of this type.
             purpose: the exchange's purpose in words, which must be the same on all ranks.
+            timeout: the longest wait of this all-gather, in seconds; None for the exchange's time-out.
 
         Raises:
             WaitTimeoutError: not all ranks arrived within the time-out.
             MismatchError: a peer calls this with another purpose, or has closed the communicator.
             ExchangeError: `codec` can't decode a rank's message; the error names the rank.
+            PeerLostError: before `guard` is called, a rank's process has ended.
             CommunicatorError: a rank has failed.
         """
-        everyone = self.all_gather_bytes(codec.encode(value), purpose)
+        everyone = self.all_gather_bytes(codec.encode(value), purpose, timeout)
         return [self._decode(data, codec, purpose, peer) for peer, data in enumerate(everyone)]
 
     def _decode(self, data: bytes, codec: Codec[T], purpose: str, peer: int) -> T:
@@ -160,7 +166,7 @@ class Exchange:
         """Waits until all ranks have made this call. Raises the errors of `all_gather`."""
         self.all_gather_bytes(b"", purpose)
 
-    def all_gather_bytes(self, data: bytes, purpose: str) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes, purpose: str, timeout: float | None = None) -> list[bytes]:
         """Returns every rank's bytes. Raises the errors of `all_gather`, ConcurrentCallError if another thread is in an
         exchange, and ClosedError in a forked child process.
         """
@@ -172,7 +178,8 @@ class Exchange:
             observing = nullcontext() if self._guard is None else self._guard[0].observer.exchanging(purpose)
             try:
                 with observing:
-                    everyone = self._bootstrap.all_gather(tag + data, self.timeout, lambda: self._check(purpose))
+                    longest = self.timeout if timeout is None else timeout
+                    everyone = self._bootstrap.all_gather(tag + data, longest, lambda: self._check(purpose))
                     self._require_purpose(everyone, purpose, tag)
             except CommunicatorError as error:
                 raise_in_place_of(error, self._file(error))
@@ -194,16 +201,24 @@ class Exchange:
 
     def _check(self, purpose: str) -> None:
         self._give_up_wait()
-        if self._guard is None:
-            return
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_SECONDS
+        if self._guard is None:
+            self.require_processes(purpose)
+            return
         _, watcher = self._guard
         peer = watcher.left_before(self.made)
         if peer is not None:
             raise self._mismatch(peer, purpose, None)
+
+    def require_processes(self, purpose: str) -> None:
+        """Raises PeerLostError if one of `processes` has ended."""
+        for peer, process in self.processes.items():
+            if process.is_ending:
+                message = f"{purpose}: the process of rank {peer} has ended"
+                raise PeerLostError(message, rank=self.rank, peer=peer, operation="bootstrap")
 
     def _mismatch(self, peer: int, purpose: str, there: str | None) -> CommunicatorError:
         def cause(this_rank: str, here: str) -> str:

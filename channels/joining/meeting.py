@@ -96,7 +96,7 @@ class Meeting(Struct, frozen=True):
     exchange: Exchange
     control: ControlSegment
     segments: dict[int, ControlSegment]
-    processes: dict[int, PeerProcess]
+    processes: Mapping[int, PeerProcess]
     topology: Topology
     job: str
     place: ProxyPlace
@@ -132,6 +132,8 @@ def meet(
             require_suspendable(runtime)
         places = exchange.all_gather(Whereabouts.own(), WHEREABOUTS, "hosts")
         hosts = find_hosts(places)
+        of_host = [peer for peer in range(world_size) if peer != rank and hosts[peer] == hosts[rank]]
+        exchange.processes = _others({peer: places[peer].process for peer in of_host})
         ways = open_ways(places, hosts, rank, timeout)
         if runtime is None or isinstance(runtime, str):
             runtime = open_runtime(runtime, device, local_rank=hosts[:rank].count(hosts[rank]))
@@ -158,10 +160,13 @@ def meet(
         # other.
         topology.has_remote_pairs()
         handles = exchange.all_gather(control.memory.handle, HANDLE, "control segments")
-        of_host = [peer for peer in range(world_size) if peer != rank and topology.same_host(peer)]
         segments: dict[int, ControlSegment] = {}
         for peer in of_host:
-            segments[peer] = ControlSegment(runtime.open_pinned(handles[peer]))
+            try:
+                segments[peer] = ControlSegment(runtime.open_pinned(handles[peer]))
+            except ArgumentError:
+                exchange.require_processes("control segments")
+                raise
             undo.callback(segments[peer].close)
         control.introduce(segments)
         # No rank leaves this exchange before all ranks have mapped all segments, so no segment is freed too early. A
@@ -175,7 +180,7 @@ def meet(
             exchange,
             control,
             segments,
-            _processes(topology, segments),
+            exchange.processes,
             topology,
             job,
             place,
@@ -187,9 +192,9 @@ def meet(
         )
 
 
-def _processes(topology: Topology, segments: Mapping[int, ControlSegment]) -> dict[int, PeerProcess]:
-    named = {peer: topology.ranks[peer].process for peer in segments}
-    return {peer: process for peer, process in named.items() if not process.is_here}
+def _others(processes: Mapping[int, PeerProcess]) -> dict[int, PeerProcess]:
+    """Returns the processes of a host's ranks, by rank, without this process."""
+    return {peer: process for peer, process in processes.items() if not process.is_here}
 
 
 def regroup(
@@ -391,7 +396,7 @@ def meet_survivors(
                 exchange=Exchange(bootstrap, timeout),
                 control=control,
                 segments=segments,
-                processes=_processes(part, segments),
+                processes=_others({peer: part.ranks[peer].process for peer in segments}),
                 topology=part,
                 job=assembly.token,
                 bootstrap=bootstrap,

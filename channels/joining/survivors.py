@@ -20,7 +20,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from proxyccl.channels.segment.rendezvous import MOST_DECISIONS, Rendezvous, key_of, wait_at_most
+from proxyccl.channels.segment.rendezvous import MOST_DECISIONS, MOST_INVITATIONS, Rendezvous, key_of, wait_at_most
 from proxyccl.device.errors import ExcludedError, MismatchError
 
 MOST_ATTEMPTS = 12
@@ -130,6 +130,7 @@ _FIRST_GROWTH = len(_Subject) * MOST_ATTEMPTS
 MOST_GROWTHS = MOST_DECISIONS - _FIRST_GROWTH
 """The most times that a group grows; the board has a question for each growth."""
 assert MOST_GROWTHS > 0
+assert MOST_INVITATIONS >= MOST_DECISIONS  # in segments, each note and each answer takes an invitation
 
 
 def settle_growth(board: Board, number: int, *, grown: bool) -> bool:

@@ -16,12 +16,10 @@ from msgspec.structs import replace
 from proxyccl.channels.segment.process_descriptors import PeerProcess
 from proxyccl.device.arguments.integers import find_integer, find_items
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
-from proxyccl.device.process import forks
-from proxyccl.device.process.namespaces import proc_view
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy.codec import Codec, Message, Uint64
+from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.hosts import host_name
-from proxyccl.proxy.processes import cores_of, encode_cores, start_of
+from proxyccl.proxy.processes import cores_of, encode_cores
 from proxyccl.proxy.transports.table import TRANSPORTS
 
 _WITHIN_HOST = next(name for name, transport in TRANSPORTS.items() if not transport.is_remote)
@@ -40,9 +38,6 @@ class RankInfo(Message, frozen=True):
     """A rank's message to the other ranks about its process, device and transports.
 
     Attributes:
-        started: start time of the rank's process (`proxyccl.proxy.processes.start_of`).
-        view: the `proc_view` of the rank's process: the namespaces in which `pid` is valid.
-        token: the token of the rank's process (`proxyccl.device.process.forks.Process`), in hexadecimal.
         cores: the cores that the rank may run on (`encode_cores`).
         missing: by remote transport, what the rank lacks to use the transport, in words; "" if nothing is missing.
         transport: the transports that the rank's caller chose, in canonical form (`encode_choice`).
@@ -55,12 +50,9 @@ class RankInfo(Message, frozen=True):
     """
 
     host: str
-    pid: int
-    started: int | None
+    process: PeerProcess
     runtime: str
     device_id: str
-    view: Uint64 = 0
-    token: str = ""
     cores: str = ""
     missing: dict[str, str] = msgspec.field(default_factory=dict)
     transport: str = ""
@@ -71,22 +63,8 @@ class RankInfo(Message, frozen=True):
     @classmethod
     def own(cls, runtime: Runtime) -> RankInfo:
         """Returns the message of this process, without the fields that the caller's options determine."""
-        pid = os.getpid()
-        return cls(
-            host_name(),
-            pid,
-            start_of(pid),
-            runtime.name,
-            runtime.device_id,
-            view=proc_view(),
-            token=forks.here().token.hex(),
-            cores=encode_cores(cores_of(pid)),
-        )
-
-    @property
-    def process(self) -> PeerProcess:
-        """The identity of the rank's process, for other processes of the host."""
-        return PeerProcess(self.pid, self.view, bytes.fromhex(self.token), self.started)
+        cores = encode_cores(cores_of(os.getpid()))
+        return cls(host_name(), PeerProcess.own(), runtime.name, runtime.device_id, cores)
 
     def missing_for(self, transport: str) -> str:
         """Returns what the rank lacks to use a remote transport; "" if nothing is missing."""
@@ -331,9 +309,9 @@ class Topology(Struct, frozen=True, dict=True):
 def _refuse_shared_context(ranks: Sequence[RankInfo]) -> None:
     # Some driver calls, such as loading a kernel, wait for all kernels of a context. If two ranks shared a context,
     # such a call of one rank would never return while a kernel of the other rank waits for the calling rank.
-    first: dict[tuple[str, str], int] = {}
+    first: dict[tuple[bytes, str], int] = {}
     for rank, info in enumerate(ranks):
-        other = first.setdefault((info.token, info.device_id), rank)
+        other = first.setdefault((info.process.token, info.device_id), rank)
         if other != rank:
             raise ArgumentError(
                 "device",

@@ -12,12 +12,11 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from proxyccl.channels.segment.process_descriptors import PeerProcess
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.device.memory import sockets
 from proxyccl.device.memory.descriptor_server import serve
-from proxyccl.device.process import forks
-from proxyccl.device.process.namespaces import proc_view
-from proxyccl.proxy.codec import Codec, Message, Uint64
+from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.daemon.introduced import offer
 from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.hosts import host_name, same_host, told_apart_by
@@ -28,16 +27,14 @@ class Whereabouts(Message, frozen=True):
 
     Attributes:
         host: the result of `host_name`.
-        view: the result of `proc_view`.
-        process: the token of the rank's process, in hexadecimal.
+        process: the rank's process.
         sockets: for each kind of socket that the rank can use, the best first, a text "kind details", which is equal on
             ranks that can reach each other by such a socket.
         lacking: for each other kind, the reason why the rank can't use it.
     """
 
     host: str
-    view: Uint64
-    process: str = ""
+    process: PeerProcess
     sockets: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()
 
@@ -47,13 +44,12 @@ class Whereabouts(Message, frozen=True):
         daemon, no_daemon = _daemon()
         found = (sockets.shared_network(), directory, daemon)
         lacking = (no_directory, no_daemon)
-        return cls(
-            host_name(), proc_view(), forks.here().token.hex(), tuple(filter(None, found)), tuple(filter(None, lacking))
-        )
+        return cls(host_name(), PeerProcess.own(), tuple(filter(None, found)), tuple(filter(None, lacking)))
 
     def sees(self, other: Whereabouts) -> bool:
         """Returns whether the two ranks can open each other's descriptors in /proc, or are in one process."""
-        return self.view == other.view if self.view else bool(self.process) and self.process == other.process
+        own, theirs = self.process, other.process
+        return own.view == theirs.view if own.view else own.token == theirs.token
 
     def way(self, other: Whereabouts) -> str | None:
         """Returns the means by which two ranks pass descriptors: "" for /proc, else the kind of socket; None if the two
@@ -90,19 +86,16 @@ def find_hosts(ranks: Sequence[Whereabouts]) -> list[str]:
         RuntimeUnavailableError: ranks of one host share neither /proc nor a socket. All ranks raise this error, which
             names these ranks and says how to start them.
     """
-    _require_one_choice([told_apart_by(place.host) for place in ranks])
+    choices = [told_apart_by(place.host) for place in ranks]
+    for rank, choice in enumerate(choices):
+        if choice != choices[0]:
+            found = f"rank 0 has {choices[0]!r}, rank {rank} {choice!r}"
+            raise ArgumentError("PROXYCCL_HOSTS", f"must be the same on all ranks; {found}")
     first: dict[str, str] = {}
     hosts = [first.setdefault(rank.host.partition("/")[2], rank.host) for rank in ranks]
     for host in first.values():
         _require_ways([(rank, place) for rank, place in enumerate(ranks) if same_host(place.host, host)])
     return hosts
-
-
-def _require_one_choice(choices: Sequence[str]) -> None:
-    for rank, choice in enumerate(choices):
-        if choice != choices[0]:
-            found = f"rank 0 has {choices[0]!r}, rank {rank} {choice!r}"
-            raise ArgumentError("PROXYCCL_HOSTS", f"must be the same on all ranks; {found}")
 
 
 def open_ways(ranks: Sequence[Whereabouts], hosts: Sequence[str], rank: int, timeout: float) -> dict[int, str]:
@@ -137,9 +130,9 @@ def open_ways(ranks: Sequence[Whereabouts], hosts: Sequence[str], rank: int, tim
 
 
 def _require_ways(of_host: Sequence[tuple[int, Whereabouts]]) -> None:
-    alike: dict[Whereabouts, list[int]] = {}
+    alike: dict[tuple[object, ...], list[int]] = {}
     for rank, place in of_host:
-        alike.setdefault(place if not place.view else Whereabouts("", place.view, "", place.sockets), []).append(rank)
+        alike.setdefault((place.process.view or place.process, place.sockets), []).append(rank)
     by_rank = dict(of_host)
     for members, others in itertools.combinations(alike.values(), 2):
         one, other = by_rank[members[0]], by_rank[others[0]]
@@ -155,7 +148,7 @@ def _apart(members: Sequence[int], one: Whereabouts, others: Sequence[int], othe
         for ranks, place in ((members, one), (others, other))
         if place.lacking
     )
-    proc = "PID (or user) namespace" if one.view or other.view else "/proc that shows them"
+    proc = "PID (or user) namespace" if one.process.view or other.process.view else "/proc that shows them"
     return (
         f"{_named(members)} and {_named(others)} are on {where}, but can't pass each other descriptors of memory: they "
         f"share no {proc}, network namespace or directory of sockets{f' ({lacking})' if lacking else ''}. "

@@ -26,6 +26,7 @@ from msgspec.structs import asdict
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
+from proxyccl.channels.reports.peers import member_of
 from proxyccl.channels.reports.report import (
     Call,
     Exchange,
@@ -42,7 +43,7 @@ from proxyccl.channels.segment.control import LAST_QUESTION, READBACK_BYTES, Ker
 from proxyccl.channels.segment.error_record import SCHEDULE_WAITS, WAITS, exception_from
 from proxyccl.channels.segment.rendezvous import wait_at_most
 from proxyccl.device._native import lib
-from proxyccl.device.errors import ProxyCCLError
+from proxyccl.device.errors import DriverError, ProxyCCLError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.daemon.client import DaemonClient, Proxy
 from proxyccl.proxy.observe.publications import way_text
@@ -123,7 +124,7 @@ def collect(
         beside: names of the other communicators that this process has open.
     """
     topology, rank = group.topology, group.rank
-    members = [Member(info.host, info.pid, info.started, info.view) for info in topology.ranks]
+    members = [member_of(info) for info in topology.ranks]
     unread: list[str] = []
 
     def part(what: str, read: Callable[[], T], otherwise: T) -> T:
@@ -187,7 +188,8 @@ def _asking(group: Group, question: int) -> Iterator[Callable[[], list[KernelWai
     def answers() -> list[KernelWait]:
         found: list[KernelWait] = []
         settled = deadline
-        while time.monotonic() < min(deadline, settled):
+        # Launches that `is_done` does not see, such as graphs, have had the time of the other parts to answer.
+        while time.monotonic() < min(deadline, settled) and _kernels_run(group.runtime):
             now = control.waits(LAST_QUESTION if control.aborted else question)
             if len(now) != len(found):
                 found, settled = now, time.monotonic() + _SETTLED_SECONDS
@@ -199,6 +201,13 @@ def _asking(group: Group, question: int) -> Iterator[Callable[[], list[KernelWai
         yield answers
     finally:
         control.ask(0)
+
+
+def _kernels_run(runtime: Runtime) -> bool:
+    try:
+        return not runtime.in_flight.is_done()
+    except DriverError:  # the context is lost
+        return False
 
 
 def _failure(group: Group) -> Failure | None:

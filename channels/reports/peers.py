@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 from proxyccl.channels.group import Group
+from proxyccl.channels.joining.topology import RankInfo
 from proxyccl.proxy.processes import is_stopped, start_of
 from proxyccl.proxy.reports import files
 from proxyccl.proxy.reports.document import Member
@@ -23,6 +24,11 @@ _ELSEWHERE_SECONDS = 1.0
 namespaces.
 """
 _POLL_SECONDS = 0.02
+
+
+def member_of(info: RankInfo) -> Member:
+    process = info.process
+    return Member(info.host, process.pid, process.started, process.view)
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,8 @@ def expect(group: Group) -> None:
     with _lock:
         _awaited[:] = [awaited for awaited in _awaited if awaited.deadline > now]
         for peer, info in enumerate(group.topology.ranks):  # includes ranks that have left but still run
-            if info.token != own.token:
-                process = Member(info.host, info.pid, info.started, info.view)
+            if info.process.token != own.process.token:
+                process = member_of(info)
                 seconds = _SECONDS if process.is_visible else _ELSEWHERE_SECONDS
                 _awaited.append(_Awaited(group.job, peer, process, now + seconds))
 

@@ -10,14 +10,13 @@ import select
 import threading
 from collections.abc import Iterator
 
-from msgspec import Struct
-
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.memory.descriptor_server import fetch_descriptor, supply
 from proxyccl.device.memory.descriptors import EXHAUSTED
 from proxyccl.device.memory.sockets import UnreachableError
 from proxyccl.device.process import forks
 from proxyccl.device.process.namespaces import proc_view
+from proxyccl.proxy.codec import Message, Uint64
 from proxyccl.proxy.processes import start_of
 
 _KIND = b"p"
@@ -27,8 +26,8 @@ _of_process: dict[PeerProcess, int] = {}
 _users: dict[int, int] = {}
 
 
-class PeerProcess(Struct, frozen=True):
-    """Identifies a process of this machine.
+class PeerProcess(Message, frozen=True):
+    """Identifies a process of this machine, also in messages between ranks.
 
     Attributes:
         pid: the process's number in its PID namespace.
@@ -39,9 +38,13 @@ class PeerProcess(Struct, frozen=True):
     """
 
     pid: int
-    view: int
+    view: Uint64
     token: bytes
     started: int | None = None
+
+    @classmethod
+    def own(cls) -> PeerProcess:
+        return cls(os.getpid(), proc_view(), forks.here().token, start_of(os.getpid()))
 
     @property
     def is_here(self) -> bool:

@@ -80,7 +80,7 @@ class Buffer(Connected):
         super().__init__(source, explicitly_destroy=explicitly_destroy)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
-        self.rank, self.group_size = self.communicator.rank, self.communicator.world_size
+        self.rank, self.group_size = self._rank_and_ranks
         self._nodes = self.group_size // self.communicator.local_world_size
         self._masks = Masks(self.group_size)
 
@@ -491,33 +491,11 @@ class Buffer(Connected):
         self._masks.clean()
 
     def grow(self, communicator: Communicator) -> None:
-        """Continues on a communicator in which new processes have the places of all lost ranks. All ranks of the
-        buffer make this call together, after a dispatch that has excluded the lost ranks. The new processes construct
-        a `Buffer` on their communicator. DeepEP has no such call.
-
-        Handles of earlier dispatches, and captured graphs, can no longer be used.
-
-        Args:
-            communicator: the result of `Communicator.grow` of the buffer's `communicator`. Each rank has its number in
-                the buffer. The caller closes the communicator after `destroy`.
-
-        Raises:
-            ArgumentError: the communicator's rank or number of ranks is not the buffer's, or the buffer was made
-                without enable_shrink.
-            CommunicatorError: a peer failed; see its subclasses.
-        """
-        self._usable()
+        """See `Connected.grow`. Call this after a dispatch that has excluded the lost ranks."""
         if not self.enable_shrink:
             raise ArgumentError("enable_shrink", "must be True to replace lost ranks")
-        if not isinstance(communicator, Communicator):
-            raise ArgumentError("communicator", f"must be a Communicator, not {type(communicator).__name__}")
-        if (found := (communicator.rank, communicator.world_size)) != (own := (self.rank, self.group_size)):
-            raise ArgumentError("communicator", f"has (rank, ranks) = {found}; expected the buffer's, {own}")
-        before, owned = self.communicator, self._owned
-        self.communicator, self._owned = communicator, False
-        self._layers, self._masks = Layers(communicator), Masks(self.group_size)
-        if owned:
-            before.close()
+        super().grow(communicator)
+        self._masks.lost = ()
 
     def _layers_of_the_left(self) -> Layers:
         """Returns the layers. If ranks were lost or masked, all remaining ranks first make a communicator without these

@@ -4,6 +4,7 @@ asynchronous calls. `ElasticBase` is the common base of the classes that togethe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from proxyccl.deep_ep.handles import Handle, Routing, routing_of
 from proxyccl.deep_ep.layers import Layers
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap, order_of
 from proxyccl.device.arguments.flags import as_flag
-from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError
+from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError, CommunicatorError
 
 T = TypeVar("T")
 LEAST_TIMEOUT_SECONDS = 100.0
@@ -41,6 +42,7 @@ class Connected:
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
             source = Communicator(source, device=device, timeout=max(timeout, timeout_from(None)))
         self.communicator: Communicator = source
+        self._rank_and_ranks = source.rank, source.world_size
         self._stream: Any = torch.cuda.Stream() if self.communicator.runtime.name != "host" else None
         self._layers: Layers | None = Layers(self.communicator)
 
@@ -52,11 +54,48 @@ class Connected:
         """
         if not self.explicitly_destroy:
             raise ArgumentError("explicitly_destroy", "must be True to destroy a buffer")
-        layers, self._layers = self._layers, None
-        if layers is not None:
-            layers.close()
+        if self._layers is not None:
+            self._close_parts()
+            self._layers = None
             if self._owned:
                 self.communicator.close()
+
+    def grow(self, communicator: Communicator) -> None:
+        """Continues on a communicator in which new processes have the places of all lost ranks. All ranks of the buffer
+        make this call together. The new processes construct a buffer on their communicator. DeepEP has no such call.
+
+        Handles of earlier dispatches, and captured graphs, can no longer be used. The other memory of an
+        `ElasticBuffer`, for pipelines, sessions and stored rows, is released, and must be made again. Ranks that were
+        masked since the last dispatch stay masked; the new processes mask the same ranks.
+
+        Args:
+            communicator: the result of `Communicator.grow` of the buffer's `communicator`, or of the communicator that
+                `shrink` made of it. Each rank has its number in the buffer. The caller closes the communicator after
+                `destroy`.
+
+        Raises:
+            ArgumentError: the communicator's rank or number of ranks is not the buffer's, the buffer has this
+                communicator already, or a `Buffer` was made without enable_shrink.
+            CommunicatorError: a rank was lost while the old communicator was closed. The buffer has grown.
+        """
+        self._usable()
+        if not isinstance(communicator, Communicator):
+            raise ArgumentError("communicator", f"must be a Communicator, not {type(communicator).__name__}")
+        if (found := (communicator.rank, communicator.world_size)) != (own := self._rank_and_ranks):
+            raise ArgumentError("communicator", f"has (rank, ranks) = {found}; expected the buffer's, {own}")
+        if communicator is self.communicator:
+            raise ArgumentError("communicator", "is the buffer's own; expected the result of its `grow`")
+        before, owned = self.communicator, self._owned
+        # If the old communicator fails, it releases the memory itself, and the next call reports the lost rank.
+        with contextlib.suppress(CommunicatorError):
+            self._close_parts()
+        self.communicator, self._owned, self._layers = communicator, False, Layers(communicator)
+        if owned:
+            before.close()
+
+    def _close_parts(self) -> None:
+        """Releases the memory of this buffer's calls. All ranks make this call together."""
+        self._usable().close()
 
     def get_comm_stream(self) -> Any:
         """Returns the stream of asynchronous calls, a torch.cuda.Stream; None if the buffer is for CPU tensors."""

@@ -109,7 +109,7 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
             require_seconds("num_gpu_timeout_secs", num_gpu_timeout_secs),
         )
         super().__init__(group, explicitly_destroy=explicitly_destroy, timeout=timeout)
-        self.rank_idx, self.num_ranks = self.communicator.rank, self.communicator.world_size
+        self.rank_idx, self.num_ranks = self._rank_and_ranks
         self.num_nvlink_ranks = self.communicator.local_world_size
         self.num_rdma_ranks = self.num_ranks // self.num_nvlink_ranks
         if self.num_rdma_ranks > 1 and not allow_multiple_reduction:
@@ -179,13 +179,16 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
 
     def destroy(self) -> None:
         """See `Connected.destroy`."""
-        if self.explicitly_destroy and self._layers is not None:
-            if self.communicator.group.failure.usable:  # after a failure, a barrier would raise an error
-                self.barrier(with_cpu_sync=True)
-            self._close_pipeline()
-            self._close_sessions()
-            self._close_engram()
+        usable = self.communicator.group.failure.usable  # after a failure, a barrier would raise an error
+        if self.explicitly_destroy and self._layers is not None and usable:
+            self.barrier(with_cpu_sync=True)
         super().destroy()
+
+    def _close_parts(self) -> None:
+        self._close_pipeline()
+        self._close_sessions()
+        self._close_engram()
+        super()._close_parts()
 
     # -- mixtures of experts ---
 

@@ -76,17 +76,13 @@ def _form_of(options: Options, x: Any, topk_idx: Any, in_rank: Any, per_expert: 
 
 
 def _check(options: Options, x: Any, topk_idx: Any, in_rank: Any, per_expert: Any) -> tuple[Shape, Tokens]:
-    require_choices(in_rank, per_expert, options.ranks)
+    require_tensor("num_tokens_per_expert", per_expert, (None,))
+    require_tensor("is_token_in_rank", in_rank, (None, options.ranks), (torch.bool,))
     tokens = Tokens.of(x)
     require_ids(topk_idx, len(tokens.rows))
     sizes = tokens.rows.shape[1], topk_idx.shape[1], per_expert.shape[0]
     shape = Shape("rank", *sizes, tokens.dtype, options.num_sms, tokens.num_scales, options.most_rows)
     return shape, tokens
-
-
-def require_choices(is_token_in_rank: Any, num_tokens_per_expert: Any, ranks: int) -> None:
-    require_tensor("num_tokens_per_expert", num_tokens_per_expert, (None,))
-    require_tensor("is_token_in_rank", is_token_in_rank, (None, ranks), (torch.bool,))
 
 
 def dispatch_to_ranks(
@@ -96,10 +92,9 @@ def dispatch_to_ranks(
     method's results, except the event.
     """
     ranks, expert_alignment, most_rows, num_sms, _ = options
-    require_choices(is_token_in_rank, num_tokens_per_expert, ranks)
     tokens = Tokens.of(x)
     rows = tokens.rows
-    require_tensor("is_token_in_rank", is_token_in_rank, (len(rows), ranks))
+    require_tensor("is_token_in_rank", is_token_in_rank, (len(rows), ranks), (torch.bool,))
     require_tensor("num_tokens_per_expert", num_tokens_per_expert, (None,), (torch.int32, torch.int64))
     require_beside("is_token_in_rank", is_token_in_rank, rows)
     require_beside("num_tokens_per_expert", num_tokens_per_expert, rows)

@@ -275,7 +275,8 @@ class SessionCalls(ElasticBase):
 
     def _close_sessions(self) -> None:
         gathered, self._gathered, self._bytes, self._ranges = self._gathered, None, None, None
-        if gathered is not None:
+        self._in_session = False
+        if gathered is not None and not self.communicator.closed:  # closing ended the registration
             self.communicator.deregister(gathered)
 
 

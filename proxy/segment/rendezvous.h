@@ -10,7 +10,7 @@
 
 enum {
   PROXYCCL_MAILBOX_BYTES = 8192,   /* most bytes of a part of a message */
-  PROXYCCL_INVITATIONS = 64,       /* most groups that threads of one rank may form at the same time */
+  PROXYCCL_INVITATIONS = 96,       /* most of one rank, which are for new groups, notes and answers */
   PROXYCCL_INVITATION_BYTES = 244, /* most bytes of a handle */
   PROXYCCL_DECISIONS = 80
 };

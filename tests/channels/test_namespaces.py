@@ -13,6 +13,7 @@ from proxyccl import ArgumentError, Communicator, RuntimeUnavailableError
 from proxyccl.channels import memory
 from proxyccl.channels.group import Group
 from proxyccl.channels.joining.whereabouts import Whereabouts, find_hosts
+from proxyccl.channels.segment.process_descriptors import PeerProcess
 from proxyccl.device.gpu import memory as gpu_memory
 from proxyccl.device.gpu.memory import MemoryHandle
 from proxyccl.device.memory.handle_kinds import MAPPED_BLOCKS
@@ -96,19 +97,27 @@ def test_containers_that_share_the_daemons_socket_alone_are_introduced_by_it(
         assert re.fullmatch(r"ways: daemon\n(.*\n)*lost: the process of rank 1 ended .*\ndone\n", outputs[0]), outputs
 
 
-HERE = Whereabouts("a/1", 7, "aa", ("network 1", "directory 1:2"))
+def process(view: int, token: bytes = b"") -> PeerProcess:
+    return PeerProcess(1, view, token)
+
+
+HERE = Whereabouts("a/1", process(7), ("network 1", "directory 1:2"))
 
 
 def test_containers_of_one_machine_are_one_host() -> None:
-    own_name = Whereabouts("b/1", 8, "bb", ("network 2", "directory 1:2"))
-    elsewhere = Whereabouts("a/2", 7, "cc", ())
+    own_name = Whereabouts("b/1", process(8), ("network 2", "directory 1:2"))
+    elsewhere = Whereabouts("a/2", process(7))
     assert find_hosts([HERE, own_name, elsewhere]) == ["a/1", "a/1", "a/2"]
     assert [HERE.way(HERE), HERE.way(own_name), HERE.way(elsewhere)] == ["", "directory", ""]
-    assert find_hosts([Whereabouts("a/1/a", 7), Whereabouts("b/1/b", 8)]) == ["a/1/a", "b/1/b"]  # PROXYCCL_HOSTS=name
+    # The names that ranks have with PROXYCCL_HOSTS=name.
+    assert find_hosts([Whereabouts("a/1/a", process(7)), Whereabouts("b/1/b", process(8))]) == [
+        "a/1/a",
+        "b/1/b",
+    ]
 
 
 def test_ranks_that_share_nothing_hear_what_is_missing() -> None:
-    alone = Whereabouts("b/1", 8, "bb", ("network 2",), ("/s: No such file or directory", "no node daemon at /d"))
+    alone = Whereabouts("b/1", process(8), ("network 2",), ("/s: No such file or directory", "no node daemon at /d"))
     with pytest.raises(RuntimeUnavailableError) as raised:
         find_hosts([HERE, alone, HERE, alone])
     for words in (
@@ -121,15 +130,15 @@ def test_ranks_that_share_nothing_hear_what_is_missing() -> None:
 
 
 def test_a_process_without_proc_is_its_own_neighbour_alone() -> None:
-    blind = Whereabouts("a/1", 0, "aa")
+    blind = Whereabouts("a/1", process(0, b"a"))
     assert find_hosts([blind, blind]) == ["a/1", "a/1"]
     with pytest.raises(RuntimeUnavailableError, match="they share no /proc that shows them, network"):
-        find_hosts([blind, Whereabouts("a/1", 0, "bb")])
+        find_hosts([blind, Whereabouts("a/1", process(0, b"b"))])
 
 
 def test_ranks_that_tell_hosts_apart_otherwise_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"PROXYCCL_HOSTS: .* same .*; rank 0 has 'machine', rank 2 'name'"):
-        find_hosts([HERE, HERE, Whereabouts("a/1/a", 7)])
+        find_hosts([HERE, HERE, Whereabouts("a/1/a", process(7))])
 
 
 def test_hosts_are_told_apart_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def call_until_it_fails(comm: Communicator) -> None:
         pytest.param(4, ["3=before", "0=comes"], marks=pytest.mark.full),
         pytest.param(4, ["3=before", "0=assembled"], marks=pytest.mark.full),
         pytest.param(4, ["3=before", "1=joined"], marks=pytest.mark.full),
-        (4, ["3=before", "0=starts"]),
+        (4, ["0=before", "3=starts"]),
         (5, ["4=before", "0=comes", "1=assembled", "2=joined"]),
         (3, ["0=before", "1=before"]),
     ],

@@ -37,7 +37,7 @@ def own(runtime: Runtime) -> RankInfo:
 def processes(*infos: RankInfo, local: int | None = None) -> list[RankInfo]:
     """Returns `infos` with a different process for each rank and `local` as the number of ranks per node."""
     return [
-        replace(info, pid=info.pid + rank, token=f"{info.token}-{rank}", local_world_size=local)
+        replace(info, process=replace(info.process, token=bytes([rank])), local_world_size=local)
         for rank, info in enumerate(infos)
     ]
 

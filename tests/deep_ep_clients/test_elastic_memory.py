@@ -13,7 +13,14 @@ torch = pytest.importorskip("torch")
 
 import deep_ep  # noqa: E402
 
-from proxyccl import ArgumentError, Communicator, MismatchError, WaitTimeoutError  # noqa: E402
+from proxyccl import (  # noqa: E402
+    ArgumentError,
+    Communicator,
+    CommunicatorError,
+    MismatchError,
+    ThreadBootstrap,
+    WaitTimeoutError,
+)
 from proxyccl.deep_ep.tokens import column_major  # noqa: E402
 from support.cases.deep_ep_oracle import same, signature  # noqa: E402
 from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
@@ -361,3 +368,52 @@ def test_what_stored_rows_refuse(two: Ranks) -> None:
             refused("^indices: are 0 to 8; expected 0 to 7", lambda: buffer.engram_fetch(indices.new_tensor([[0, 8]])))
 
     two.run(body)
+
+
+@pytest.mark.host_only(reason="more ranks than most machines have GPUs")
+def test_an_elastic_buffer_continues_with_a_new_process() -> None:
+    """Rank 1 fails while the other ranks are in a session, and is replaced."""
+    whole = ThreadBootstrap.create(3)
+
+    def use(buffer: Any, comm: Communicator) -> None:
+        ids = torch.tensor([[0], [1], [2]], device=torch_device(comm))
+        tokens = numbers(comm, 3 * 128, comm.rank).view(3, 128)
+        rows, _, _, handle, _ = buffer.dispatch(tokens, ids, num_experts=3, num_max_tokens_per_rank=3)
+        assert len(rows) == 3
+        assert torch.equal(buffer.combine(rows, handle)[0], tokens)
+        buffer.agrs_set_config(4096, 2)
+        with buffer.agrs_new_session():
+            gathered, wait = buffer.all_gather(torch.full((4,), comm.rank, dtype=torch.int32))
+            wait()
+            assert gathered[:, 0].tolist() == [0, 1, 2]
+        buffer.engram_write(numbers(comm, 128, comm.rank).view(1, 128))
+        fetched, _ = buffer.engram_fetch(torch.tensor([[2]], dtype=torch.int32))()
+        assert torch.equal(fetched.view(-1), numbers(comm, 128, 2))
+        buffer.pp_set_config(4096, 1)
+        buffer.pp_send(torch.full((4,), comm.rank, dtype=torch.int32), (comm.rank + 1) % 3)
+        received = torch.empty(4, dtype=torch.int32)
+        buffer.pp_recv(received, (comm.rank - 1) % 3)
+        assert received[0] == (comm.rank - 1) % 3
+
+    def body(comm: Communicator) -> None:
+        sizes = {"num_bytes": 4 * MIB, "num_cpu_bytes": 2 * MIB, "explicitly_destroy": True}
+        buffer = elastic(comm, **sizes)
+        use(buffer, comm)
+        if comm.rank == 1:
+            comm.abort("of the test")
+            with Communicator(whole[1], comm.runtime, timeout=TIMEOUT) as grown:
+                joining = elastic(grown, **sizes)
+                use(joining, grown)
+                joining.destroy()
+            return
+        buffer.create_agrs_session()
+        with pytest.raises(CommunicatorError, match="of the test"):
+            comm.all_gather_bytes(b"")
+        with comm.shrink(exclude=[1]) as shrunk, shrunk.grow(whole[comm.rank]) as grown:
+            buffer.grow(grown)
+            with pytest.raises(ArgumentError, match=r"^communicator: is the buffer's own"):
+                buffer.grow(grown)
+            use(buffer, grown)
+            buffer.destroy()
+
+    run_ranks(3, body, make_runtime=runtime_with_blocks)

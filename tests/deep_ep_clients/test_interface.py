@@ -359,35 +359,44 @@ def test_a_masked_rank_takes_no_part_from_the_next_dispatch_on() -> None:
 
 @pytest.mark.host_only(reason="more ranks than most machines have GPUs")
 def test_a_new_process_takes_the_place_of_a_lost_rank() -> None:
-    whole = ThreadBootstrap.create(3)
+    """Rank 1 is replaced. Rank 3 is masked before the buffer grows, and is left out of the next dispatch."""
+    whole = ThreadBootstrap.create(4)
 
     def body(comm: Communicator) -> None:
-        def step(buffer: Any, of_left: torch.Tensor) -> None:
-            rows, _, handle, _, _ = buffer.low_latency_dispatch(*arguments, use_fp8=False)
-            combined, _, _ = buffer.low_latency_combine(rows, mixture.ids, mixture.weights, handle)
-            factors = torch.where(of_left, mixture.weights, 0).sum(1, keepdim=True)
-            torch.testing.assert_close(combined.float(), mixture.tokens.float() * factors, rtol=0.02, atol=0.02)
-
         mixture = mixture_of(comm)
         arguments = (mixture.tokens, mixture.ids, mixture.most_tokens, mixture.experts)
-        chosen = mixture.ids >= 0
+
+        def step(buffer: Any, *lost: int) -> Any:
+            rows, _, handle, _, _ = buffer.low_latency_dispatch(*arguments, use_fp8=False)
+            combined, _, _ = buffer.low_latency_combine(rows, mixture.ids, mixture.weights, handle)
+            left = (mixture.ids >= 0) & ~torch.isin(mixture.ids // PER_RANK, torch.tensor(lost, dtype=torch.int64))
+            factors = torch.where(left, mixture.weights, 0).sum(1, keepdim=True)
+            torch.testing.assert_close(combined.float(), mixture.tokens.float() * factors, rtol=0.02, atol=0.02)
+            return handle.routing.layer.ctx
+
         if comm.rank == 1:
             with Communicator(whole[1], comm.runtime, timeout=comm.timeout) as grown:
-                step(deep_ep.Buffer(grown, enable_shrink=True), chosen)
+                buffer = deep_ep.Buffer(grown, enable_shrink=True)
+                buffer.low_latency_update_mask_buffer(3, mask=True)
+                step(buffer, 3)
             return
         buffer = deep_ep.Buffer(comm, enable_shrink=True)
         buffer.low_latency_update_mask_buffer(1, mask=True)
-        step(buffer, chosen & (mixture.ids // PER_RANK != 1))
+        before = step(buffer, 1)
+        if comm.rank != 3:
+            buffer.low_latency_update_mask_buffer(3, mask=True)
         with pytest.raises(ArgumentError, match=r"^communicator: has \(rank, ranks\) = .*; expected the buffer's"):
             buffer.grow(buffer.communicator)
         with buffer.communicator.grow(whole[comm.rank]) as grown:
             buffer.grow(grown)
-            status = torch.ones(3, dtype=torch.int32)
+            assert before.closed
+            status = torch.ones(4, dtype=torch.int32)
             buffer.low_latency_query_mask_buffer(status)
-            assert not status.any()
-            step(buffer, chosen)
+            assert status.tolist() == [0, 0, 0, int(comm.rank != 3)]
+            if comm.rank != 3:
+                step(buffer, 3)
 
-    run_ranks(3, body, make_runtime=runtime_with_blocks)
+    run_ranks(4, body, make_runtime=runtime_with_blocks)
 
 
 def test_what_is_refused() -> None:

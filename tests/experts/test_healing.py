@@ -4,9 +4,13 @@ several places survive a loss.
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +22,18 @@ from proxyccl import (
     Communicator,
     CommunicatorError,
     EPAll2AllLayer,
+    FileBootstrap,
+    PeerLostError,
     ProxyCCLError,
     ResourceError,
     ThreadBootstrap,
     WaitTimeoutError,
 )
 from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.expert_parallel import layer as layer_module
+from proxyccl.channels.expert_parallel.context import DispatchCombineContext
+from proxyccl.channels.expert_parallel.members import Members
+from proxyccl.channels.expert_parallel.options import LayerOptions
 from support.device_arrays import on_device, on_host
 from support.devices import runtime_with_blocks
 from support.running import TIMEOUT, run_ranks
@@ -176,6 +186,51 @@ def test_ranks_keep_their_communicator_if_a_new_rank_does_not_come() -> None:
     run_with_joining((1,), stays, joins)
 
 
+DIES_WHILE_IT_JOINS = """
+import os, signal, sys
+from proxyccl import Communicator, FileBootstrap
+from proxyccl.channels.joining import meeting
+
+meeting.open_runtime = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+Communicator(FileBootstrap(sys.argv[1], 1, 3), "host")
+"""
+
+
+def test_a_growth_ends_as_soon_as_a_new_process_has_ended(tmp_path: Path) -> None:
+    def stays(rank: int, layer: EPAll2AllLayer) -> None:
+        comm = layer.ctx.communicator
+        with pytest.raises(PeerLostError, match="the process of rank 1 has ended"):
+            comm.grow(FileBootstrap(tmp_path / "group", rank, RANKS))
+        require_sums(layer, rank)
+
+    def joins() -> None:
+        ended = subprocess.run([sys.executable, "-c", DIES_WHILE_IT_JOINS, str(tmp_path / "group")], check=False)
+        assert ended.returncode == -signal.SIGKILL
+
+    run_with_joining((1,), stays, joins)
+
+
+def test_a_growth_may_wait_longer_than_the_communicator() -> None:
+    """Rank 0 leaves the growth at once, and rank 2 waits for a new rank for longer than the communicator's time-out."""
+
+    class Broken:
+        rank, world_size = 0, RANKS
+
+        def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+            raise WaitTimeoutError("of the test")
+
+    whole = ThreadBootstrap.create(RANKS)
+
+    def stays(rank: int, layer: EPAll2AllLayer) -> None:
+        comm = layer.ctx.communicator
+        comm.timeout = 0.3
+        with pytest.raises(WaitTimeoutError, match="did not come in time" if rank else "of the test"):
+            comm.grow(whole[rank] if rank else Broken(), timeout=1)
+        require_sums(layer, rank)
+
+    run_with_joining((1,), stays)
+
+
 @pytest.mark.parametrize("fails", [0, 2])
 def test_all_ranks_or_none_get_the_grown_communicator(monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
     """One rank can't open its part of the new communicator after all ranks have met."""
@@ -270,8 +325,21 @@ def test_experts_move_between_steps_and_survive_a_loss() -> None:
     run_with_joining((1,), stays, joins, placement=TWICE)
 
 
-def test_the_survivors_of_a_loss_during_a_placement_have_the_latest() -> None:
-    """Rank 0 has changed its placement and rank 1 has not, when rank 2 is lost."""
+@pytest.mark.parametrize("given", [False, True])
+def test_the_survivors_of_two_losses_have_the_latest_placement(monkeypatch: pytest.MonkeyPatch, given: bool) -> None:
+    """A rank was lost in `place`, when only rank 0 had changed its placement. Another rank is lost in `shrink`, when
+    all ranks except rank 1 have the new layer.
+    """
+    failed: list[int] = []
+
+    def fail_once(members: Members, options: LayerOptions, number: int) -> DispatchCombineContext:
+        context = DispatchCombineContext(members, options, number)
+        if members.group.members and options.rank == 1 and not failed:
+            failed.append(1)
+            raise PeerLostError("of the test")
+        return context
+
+    monkeypatch.setattr(layer_module, "DispatchCombineContext", fail_once)
 
     def body(comm: Communicator) -> None:
         layer = layer_on(comm, placement=TWICE)
@@ -279,13 +347,26 @@ def test_the_survivors_of_a_loss_during_a_placement_have_the_latest() -> None:
         places = layer.ctx.places
         assert places is not None
         if comm.rank == 0:
-            places.turns += 1
-            places._set(MOVED)
+            places._fill(MOVED)
+            places.placement, places.turns = MOVED, 1
         comm.all_gather_bytes(b"")
-        if comm.rank < 2:
-            with comm.shrink(exclude=[2]) as shrunk, layer.shrink(shrunk) as left:
+        if not given:
+            layer = layer.shrink()
+            with layer if comm.rank == 1 else layer.shrink() as left:
                 assert left.placement == MOVED
                 require_sums(left, comm.rank)
+            return
+        shrunk = comm.shrink()
+        if comm.rank == 1:
+            with pytest.raises(PeerLostError, match="of the test"):
+                layer.shrink(shrunk)
+        else:
+            layer = layer.shrink(shrunk)
+        if comm.rank > 0:
+            with shrunk.shrink(exclude=[0]) as again, layer.shrink(again) as left:
+                assert (left.placement, left.lost_ranks) == (MOVED, (0,))
+                require_sums(left, comm.rank)
+        shrunk.close()
 
     run_ranks(RANKS, body)
 

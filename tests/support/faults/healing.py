@@ -4,8 +4,9 @@ python tests/support/faults/healing.py --count 100 --seed 1
 
 A seed determines a case: four ranks, and when which of them are killed. While all ranks are there, they move experts
 between their places: they empty a place, an agent reads the weights of another place into it, and the ranks change the
-placement. Ranks are killed at a random time, while experts move, or while a new process joins; the victim may be the
-new process. The case ends when all ranks have been there for some steps after the last kill.
+placement. Ranks are killed at a random time, while experts move, while the others recover from a loss, or while a new
+process joins; the victim may be the new process. The case ends when all ranks have been there for some steps after the
+last kill.
 
 Each rank checks every result of every step: it must be the exact sum over the experts that have a place on a remaining
 rank. Findings are wrong results, errors that are not the library's, and cases that do not end in time.
@@ -45,6 +46,8 @@ _START_SECONDS = 60.0
 _CASE_SECONDS = 120.0
 _LAST_STEPS = 10
 _MOST_STRIKE_DELAY = 0.05
+_AFTER_A_LOSS = ("joining", "error")
+"""The events that follow only after a loss: a rank has learned of a loss, or waits for a new process."""
 
 
 @dataclass(frozen=True)
@@ -321,9 +324,9 @@ class Case:
 
     def __init__(self, seed: int, directory: Path) -> None:
         self._seed, self._directory, self._rng = seed, directory, random.Random(seed)
-        self.strikes = [self._rng.choice(["step", "placing", "joining"]) for _ in range(self._rng.randint(1, 3))]
-        if self.strikes[0] == "joining":
-            self.strikes.insert(0, "step")  # a process joins only after a loss
+        self.strikes = [self._rng.choice(["step", "placing", *_AFTER_A_LOSS]) for _ in range(self._rng.randint(1, 3))]
+        if self.strikes[0] in _AFTER_A_LOSS:
+            self.strikes.insert(0, "step")
         self.kills: list[str] = []
         self.stall = 0.0
         self._changed = threading.Condition()
@@ -367,9 +370,9 @@ class Case:
                     return [f"the case did not end in time: strikes {self.strikes}, kills {self.kills}: {said}"]
                 self._bury()
                 whole = all(child.joined and child.whole_steps > _LAST_STEPS for child in self._children.values())
-                if whole and self._pending == "joining":  # the strike before could kill nobody
+                if whole and self._pending in _AFTER_A_LOSS:  # the strike before could kill nobody, or came too late
                     self._pending = None
-                if self._pending is not None or not (whole or strikes[:1] == ["joining"]):
+                if self._pending is not None or not (whole or (strikes and strikes[0] in _AFTER_A_LOSS)):
                     continue
                 if strikes and strikes[0] == "step":
                     time.sleep(self._rng.uniform(0, 0.3))
