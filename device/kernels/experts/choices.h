@@ -1,7 +1,6 @@
 // The choice of each slot of the caller's tokens, as a dispatch counts it: an expert's id or, if tokens have one row
 // per rank, a rank.
-#ifndef PROXYCCL_EXPERT_CHOICES_H
-#define PROXYCCL_EXPERT_CHOICES_H
+#pragma once
 
 #include "experts/expert_team.h"
 
@@ -161,5 +160,3 @@ class Choices {
 };
 
 }  // namespace proxyccl
-
-#endif

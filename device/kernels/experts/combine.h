@@ -14,8 +14,7 @@
 // If ranks have output buffers, rows in such a buffer are not sent: the token's rank loads them from the buffer. Each
 // rank announces with a flag in which buffer its rows are, and ends the combine only when the other ranks have loaded
 // them.
-#ifndef PROXYCCL_EXPERT_COMBINE_H
-#define PROXYCCL_EXPERT_COMBINE_H
+#pragma once
 
 #include "experts/expert_team.h"
 
@@ -621,5 +620,3 @@ PROXYCCL_DEVICE void combine_signalled(const ProxycclExperts& experts, const Pro
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -5,8 +5,7 @@
 // experts/dispatch_send.h and experts/dispatch_receive.h or, to output buffers, in experts/dispatch_store.h. In this
 // file, "by masks" and "by ids" mean a dispatch whose ranks announce masks or ids (experts/announcement.h), and "by
 // counts" one whose ranks send counts.
-#ifndef PROXYCCL_EXPERT_DISPATCH_BLOCK_H
-#define PROXYCCL_EXPERT_DISPATCH_BLOCK_H
+#pragma once
 
 #include "experts/announcement_ids.h"
 #include "experts/announcement_masks.h"
@@ -698,5 +697,3 @@ class Dispatch {
 };
 
 }  // namespace proxyccl
-
-#endif

@@ -1,6 +1,5 @@
 // Dispatch by announced ids: every block receives the expert ids of all ranks' slots and counts them itself.
-#ifndef PROXYCCL_EXPERT_DISPATCH_IDS_H
-#define PROXYCCL_EXPERT_DISPATCH_IDS_H
+#pragma once
 
 #include "exclusive_scan.h"
 #include "experts/dispatch_block.h"
@@ -96,5 +95,3 @@ PROXYCCL_DEVICE void Dispatch<Mode>::writeIdCounts(const Group& group, uint32_t 
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -1,7 +1,6 @@
 // The sending part of a dispatch: writes a token's row once to every rank of this node, and once to every other node,
 // that has one of the token's experts.
-#ifndef PROXYCCL_EXPERT_DISPATCH_SEND_H
-#define PROXYCCL_EXPERT_DISPATCH_SEND_H
+#pragma once
 
 #include "experts/dispatch_block.h"
 
@@ -91,5 +90,3 @@ PROXYCCL_DEVICE void Dispatch<Mode>::sendItem(const Group& group, uint32_t part,
 }
 
 }  // namespace proxyccl
-
-#endif
