@@ -41,17 +41,11 @@ _SEMAPHORES = (lib.PROXYCCL_HANDLE_SM_SEMAPHORE, lib.PROXYCCL_HANDLE_PROXY_SEMAP
 
 
 class Parameter(NamedTuple):
-    """A kernel's parameter.
+    """A kernel's parameter."""
 
-    Attributes:
-        size: bytes of the parameter.
-        kind: BYTES, INTEGER, FLOAT or POINTER.
-        handle: the ProxycclHandleKind that the parameter takes, by value or by pointer; 0 if it takes no handles.
-    """
-
-    size: int
-    kind: int
-    handle: int = 0
+    size: int  # bytes of the parameter
+    kind: int  # BYTES, INTEGER, FLOAT or POINTER
+    handle: int = 0  # the ProxycclHandleKind that the parameter takes, by value or by pointer; 0 if it takes no handles
 
 
 def parameters_of(table: Any) -> list[Parameter]:

@@ -18,15 +18,10 @@ from proxyccl.device.errors import ClosedError
 
 
 class Process(Struct, frozen=True, eq=False):
-    """The identity of a process. `here` returns the process's only instance.
+    """The identity of a process. `here` returns the process's only instance."""
 
-    Attributes:
-        pid: the process id, which the system may reuse.
-        token: 16 random bytes, which are unique.
-    """
-
-    pid: int = field(default_factory=os.getpid)
-    token: bytes = field(default_factory=lambda: os.urandom(16))
+    pid: int = field(default_factory=os.getpid)  # the process id, which the system may reuse
+    token: bytes = field(default_factory=lambda: os.urandom(16))  # 16 random bytes, which are unique
 
     @property
     def is_here(self) -> bool:

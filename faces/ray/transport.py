@@ -36,19 +36,13 @@ _LONG, _SHORTEST = 3600.0, 1e-6  # seconds
 
 @dataclass
 class ProxyCCLMetadata(TensorTransportMetadata):
-    """The addresses of an object's tensors in the source's memory.
+    """The addresses of an object's tensors in the source's memory."""
 
-    Attributes:
-        agent: the name of the source's agent; "" for an object without tensors.
-        agent_metadata: the source agent's metadata, with the registered regions of this object.
-        places: (address, bytes) of each tensor.
-        generation: the number of times that the source has deregistered device memory. If the generation has changed,
-            the destination's mappings of earlier memory may be stale.
-    """
-
-    agent: str = ""
-    agent_metadata: bytes = b""
-    places: list[tuple[int, int]] = field(default_factory=list)
+    agent: str = ""  # the name of the source's agent; "" for an object without tensors
+    agent_metadata: bytes = b""  # the source agent's metadata, with the registered regions of this object
+    places: list[tuple[int, int]] = field(default_factory=list)  # (address, bytes) of each tensor
+    # The number of times that the source has deregistered device memory. If the generation has changed, the
+    # destination's mappings of earlier memory may be stale.
     generation: int = 0
 
 

@@ -27,13 +27,9 @@ size is at least `_LARGE_BYTES`.
 
 @untraced
 class Collectives:
-    """A mixin that gives a process group its calls on tensors.
+    """A mixin that gives a process group its calls on tensors."""
 
-    Attributes:
-        calls: the group's calls.
-    """
-
-    calls: IssuedCalls
+    calls: IssuedCalls  # the group's calls
     _rank: int
     _size: int
 

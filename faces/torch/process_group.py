@@ -28,15 +28,10 @@ NAME = "proxyccl"
 
 
 class WholeGroup:
-    """A mixin with the further methods that torch before 2.15 needs, where the process group is also the backend.
+    """A mixin with the further methods that torch before 2.15 needs, where the process group is also the backend."""
 
-    Attributes:
-        calls: the group's `IssuedCalls`, which also has the group's name and description.
-        bound_device_id: the device that was passed to `init_process_group`.
-    """
-
-    calls: Any
-    bound_device_id: torch.device | None = None
+    calls: Any  # the group's `IssuedCalls`, which also has the group's name and description
+    bound_device_id: torch.device | None = None  # the device that was passed to `init_process_group`
 
     def setGroupName(self, name: str) -> None:  # noqa: N802  torch's names, here and below
         self.calls.group_name = name

@@ -128,19 +128,13 @@ REDUCIBLE = frozenset(getattr(torch, name) for name in reduction_dtypes() if has
 
 @dataclass(frozen=True)
 class Reduction:
-    """How tensors of one type are reduced.
+    """How tensors of one type are reduced."""
 
-    Attributes:
-        op: the communicator's operator.
-        view: the dtype as which the operator reads the elements; None for the elements' own dtype.
-        factor: the factor by which each rank first multiplies its values; None if there is none.
-        flags: whether the elements are bools, whose bytes must be converted to 0 or 1 before the reduction.
-    """
-
-    op: str
+    op: str  # the communicator's operator
+    # The dtype as which the operator reads the elements; None for the elements' own dtype.
     view: torch.dtype | None = None
-    factor: Any = None
-    flags: bool = False
+    factor: Any = None  # the factor by which each rank first multiplies its values; None if there is none
+    flags: bool = False  # whether the elements are bools, whose bytes must be converted to 0 or 1 before the reduction
 
     def given(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the values that a rank contributes to the reduction. If no value changes, returns `flat` itself.

@@ -316,13 +316,10 @@ class DeviceWork(_KeptWork):
 class TransferWork(DeviceWork):
     """The Work of a call that a thread may have to queue later, when the call's communicator exists. Most of these
     calls are transfers. Once `issued` was called, the call is queued on a stream of a GPU.
-
-    Attributes:
-        marks: a list that is empty until the call is queued, and then holds the mark of the call's end.
     """
 
     __slots__ = ("_callbacks", "_issued", "_process", "marks")
-    marks: list[StreamMark]
+    marks: list[StreamMark]  # a list that is empty until the call is queued, and then holds the mark of the call's end
     _callbacks: Executor
     _issued: threading.Event
     _process: forks.Process

@@ -44,20 +44,13 @@ CONSTEXPR = "constexpr"
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of a kernel.
+    """An argument of a kernel."""
 
-    Attributes:
-        type: Triton's name of the type: "*fp32", "i32", "constexpr", …
-        value: an address, a number, or a compile-time constant of any kind.
-        owner: the object whose memory the address points to; the launch keeps it alive. None if there is no such
-            object.
-        aligned: whether the compiler may assume that the address or integer is a multiple of 16.
-    """
-
-    type: str
-    value: Any
+    type: str  # Triton's name of the type: "*fp32", "i32", "constexpr", …
+    value: Any  # an address, a number, or a compile-time constant of any kind
+    # The object whose memory the address points to; the launch keeps it alive. None if there is no such object.
     owner: object = None
-    aligned: bool = False
+    aligned: bool = False  # whether the compiler may assume that the address or integer is a multiple of 16
 
     @property
     def parameter(self) -> tuple[int, int]:

@@ -25,39 +25,26 @@ messages.
 
 
 class Piece(Message, frozen=True):
-    """A weight in a bucket, or a part of a weight that is longer than a bucket.
+    """A weight in a bucket, or a part of a weight that is longer than a bucket."""
 
-    Attributes:
-        name: the weight's name.
-        dtype: torch's name of the element type.
-        shape: the shape of the whole weight.
-        first: the piece's offset in the weight, in bytes.
-        offset, nbytes: the piece's offset in the bucket and the piece's size, both in bytes.
-    """
-
-    name: Annotated[str, Meta(max_length=4096)]
-    dtype: Annotated[str, Meta(max_length=64)]
-    shape: Annotated[list[Uint64], Meta(max_length=64)]
-    first: Uint64
+    name: Annotated[str, Meta(max_length=4096)]  # the weight's name
+    dtype: Annotated[str, Meta(max_length=64)]  # torch's name of the element type
+    shape: Annotated[list[Uint64], Meta(max_length=64)]  # the shape of the whole weight
+    first: Uint64  # the piece's offset in the weight, in bytes
+    # The piece's offset in the bucket and the piece's size, both in bytes.
     offset: Uint64
     nbytes: Uint64
 
 
 class Bucket(Message, frozen=True, tag="bucket"):
-    """A message that a bucket is ready, from a worker to the following worker.
+    """A message that a bucket is ready, from a worker to the following worker."""
 
-    Attributes:
-        number: the bucket's number, from 0.
-        address, nbytes: the bucket's address in the sender's memory and its size in bytes.
-        pieces: the bucket's contents.
-        last: whether this is the last bucket.
-    """
-
-    number: Uint64
+    number: Uint64  # the bucket's number, from 0
+    # The bucket's address in the sender's memory and its size in bytes.
     address: Uint64
     nbytes: Uint64
-    pieces: list[Piece]
-    last: bool
+    pieces: list[Piece]  # the bucket's contents
+    last: bool  # whether this is the last bucket
 
 
 class HasRead(Message, frozen=True, tag="read"):

@@ -45,19 +45,12 @@ _WAY_OUT = "PROXYCCL_PROXY=thread runs the proxies in the ranks instead"
 
 
 class JobOptions(Message, frozen=True):
-    """Options of a daemon for its clients' proxies.
+    """Options of a daemon for its clients' proxies."""
 
-    Attributes:
-        threads: number of threads that run the workers of all clients.
-        cores: cores that these threads may run on; None for `affinity`.
-        affinity: cores that the process may run on.
-        programs: number of ranks; their programs run on the same cores.
-    """
-
-    threads: int
-    cores: list[int] | None
-    affinity: list[int]
-    programs: int
+    threads: int  # number of threads that run the workers of all clients
+    cores: list[int] | None  # cores that these threads may run on; None for `affinity`
+    affinity: list[int]  # cores that the process may run on
+    programs: int  # number of ranks; their programs run on the same cores
 
 
 JOB_OPTIONS = Codec(JobOptions, 1 << 20)

@@ -117,18 +117,12 @@ _KINDS: dict[_Kind, type[ProxyCCLError]] = {
 
 
 class Refused(Reply, frozen=True):
-    """The answer to a request that the daemon did not carry out.
+    """The answer to a request that the daemon did not carry out."""
 
-    Attributes:
-        error: the kind of exception that the client raises. With the kind "protocol", the daemon also closes the
-            connection.
-        message: the reason.
-        argument: the argument's name, if `error` is "argument".
-    """
-
+    # The kind of exception that the client raises. With the kind "protocol", the daemon also closes the connection.
     error: _Kind
-    message: str
-    argument: str = ""
+    message: str  # the reason
+    argument: str = ""  # the argument's name, if `error` is "argument"
 
     @classmethod
     def of(cls, error: ProxyCCLError) -> Refused:
@@ -179,31 +173,22 @@ REPLIES = Codec[AnyReply](AnyReply, LONGEST_FRAME, name="reply")
 
 
 class Method(Struct, frozen=True, kw_only=True):
-    """A method that clients may call.
+    """A method that clients may call."""
 
-    Attributes:
-        request: the type of the method's requests, whose fields are the function's parameters.
-        result: the codec of the method's results.
-        takes_descriptors: whether the request's frame carries descriptors.
-        returns_descriptors: whether the answer's frame carries descriptors instead of a result.
-        timeouts: the method may take this many times its argument `timeout`; 0 if the method has no such argument.
-        opens: whether the method may open a device or register memory; if so, the client waits one more time-out for
-            the answer.
-        needs_turns: whether the client gives up if the client's workers do not poll their rings during a time-out.
-        releases: whether the method only frees objects that the daemon holds for the client. The objects are also freed
-            when the daemon or the connection ends, so a later call does nothing.
-        answered: whether the daemon answers the request.
-    """
-
-    request: type[Request]
-    result: Codec[Any]
-    takes_descriptors: bool
-    returns_descriptors: bool
+    request: type[Request]  # the type of the method's requests, whose fields are the function's parameters
+    result: Codec[Any]  # the codec of the method's results
+    takes_descriptors: bool  # whether the request's frame carries descriptors
+    returns_descriptors: bool  # whether the answer's frame carries descriptors instead of a result
+    # The method may take this many times its argument `timeout`; 0 if the method has no such argument.
     timeouts: int = 0
+    # Whether the method may open a device or register memory; if so, the client waits one more time-out for the answer.
     opens: bool = False
+    # Whether the client gives up if the client's workers do not poll their rings during a time-out.
     needs_turns: bool = False
+    # Whether the method only frees objects that the daemon holds for the client. The objects are also freed when the
+    # daemon or the connection ends, so a later call does nothing.
     releases: bool = False
-    answered: bool = True
+    answered: bool = True  # whether the daemon answers the request
 
     @property
     def name(self) -> str:

@@ -50,20 +50,15 @@ log = logging.getLogger("proxyccl.daemon")
 
 @dataclass(frozen=True)
 class DaemonOptions:
-    """A daemon's options for its clients' proxies.
+    """A daemon's options for its clients' proxies."""
 
-    Attributes:
-        threads: number of threads that run the workers of all clients.
-        cores: cores that the threads may run on; None for any core. Cores near the GPUs or network devices have the
-            lowest latency.
-        idle: the idle policy for clients that request no policy; with None, the number of cores determines the policy.
-        programs: the expected number of clients' processes.
-    """
-
-    threads: int = 1
+    threads: int = 1  # number of threads that run the workers of all clients
+    # Cores that the threads may run on; None for any core. Cores near the GPUs or network devices have the lowest
+    # latency.
     cores: Collection[int] | None = None
+    # The idle policy for clients that request no policy; with None, the number of cores determines the policy.
     idle: IdlePolicy | None = None
-    programs: int = 1
+    programs: int = 1  # the expected number of clients' processes
 
 
 class Attendance:

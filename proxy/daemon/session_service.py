@@ -51,29 +51,19 @@ T = TypeVar("T")
 
 
 class ServiceOptions(Message, frozen=True):
-    """A client's options for its service.
+    """A client's options for its service."""
 
-    Attributes:
-        runtime: name of the runtime.
-        device_id: device_id of the device whose kernels push to the rings.
-        fifo_size: slots in each ring.
-        threads: number of workers.
-        shared_offset: offset of `SharedWords` in the control segment.
-        description: the rank that the service works for.
-        semaphores_offset: offset, in the control segment, of the words that peers signal, by channel id; None for a
-            service without schedules.
-        ring_per_connection: see `ProxyService`.
-        idle: the fields, in order, of the `IdlePolicy` that the client requires; None for the daemon's policy.
-    """
-
-    runtime: str
-    device_id: str
-    fifo_size: Annotated[int, Meta(ge=2, le=2**20)]
-    threads: Annotated[int, Meta(ge=1, le=MAX_RINGS)]
-    shared_offset: TableOffset
-    description: Description | None = None
+    runtime: str  # name of the runtime
+    device_id: str  # device_id of the device whose kernels push to the rings
+    fifo_size: Annotated[int, Meta(ge=2, le=2**20)]  # slots in each ring
+    threads: Annotated[int, Meta(ge=1, le=MAX_RINGS)]  # number of workers
+    shared_offset: TableOffset  # offset of `SharedWords` in the control segment
+    description: Description | None = None  # the rank that the service works for
+    # Offset, in the control segment, of the words that peers signal, by channel id; None for a service without
+    # schedules.
     semaphores_offset: TableOffset | None = None
-    ring_per_connection: bool = False
+    ring_per_connection: bool = False  # see `ProxyService`
+    # The fields, in order, of the `IdlePolicy` that the client requires; None for the daemon's policy.
     idle: tuple[IdleTime, IdleTime, IdleTime] | None = None
 
 

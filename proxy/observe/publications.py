@@ -45,20 +45,13 @@ _WAYS = {
 
 
 class Description(Message, frozen=True):
-    """Describes a service's rank to observers. The service itself does not use the description.
+    """Describes a service's rank to observers. The service itself does not use the description."""
 
-    Attributes:
-        rank: number of the rank.
-        world_size: the number of ranks.
-        job: the communicator's name, which no other communicator has.
-        program: the rank's program.
-        ways: for each rank of the host in another PID namespace, the kind of socket that passes descriptors.
-    """
-
-    rank: Annotated[int, Meta(ge=0, le=2**31)]
-    world_size: Annotated[int, Meta(ge=0, le=2**31)]
-    job: str
-    program: str
+    rank: Annotated[int, Meta(ge=0, le=2**31)]  # number of the rank
+    world_size: Annotated[int, Meta(ge=0, le=2**31)]  # the number of ranks
+    job: str  # the communicator's name, which no other communicator has
+    program: str  # the rank's program
+    # For each rank of the host in another PID namespace, the kind of socket that passes descriptors.
     ways: dict[int, str] = msgspec.field(default_factory=dict)
 
     @classmethod
@@ -93,17 +86,11 @@ class RingPlace(Message, frozen=True):
 
 
 class OfProcess(Message, frozen=True):
-    """Base class of publications of objects that belong to a process.
+    """Base class of publications of objects that belong to a process."""
 
-    Attributes:
-        pid: the process's id.
-        started: when the process started (`start_of`), which together with `pid` identifies the process.
-        namespace: the PID namespace of `pid`.
-    """
-
-    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    started: Uint64
-    namespace: str
+    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]  # the process's id
+    started: Uint64  # when the process started (`start_of`), which together with `pid` identifies the process
+    namespace: str  # the PID namespace of `pid`
 
     @property
     def is_alive(self) -> bool:
@@ -117,25 +104,15 @@ def this_process(started: int | None = None) -> tuple[int, int, str]:
 
 
 class Publication(OfProcess, frozen=True):
-    """A service's publication for observers.
+    """A service's publication for observers."""
 
-    Attributes:
-        description: the rank that the service works for.
-        runtime: name of the service's runtime.
-        workers: number of workers.
-        observed: handle of the service's `ObservedSegment`, in hexadecimal.
-        counters: handle of the channels' counters, in hexadecimal.
-        rings: the service's rings.
-        format: `FORMAT`, the layout of the observed memory.
-    """
-
-    description: Description
-    runtime: str
-    workers: Annotated[int, Meta(ge=1, le=_MOST_WORKERS)]
-    observed: str
-    counters: str
-    rings: tuple[RingPlace, ...]
-    format: int
+    description: Description  # the rank that the service works for
+    runtime: str  # name of the service's runtime
+    workers: Annotated[int, Meta(ge=1, le=_MOST_WORKERS)]  # number of workers
+    observed: str  # handle of the service's `ObservedSegment`, in hexadecimal
+    counters: str  # handle of the channels' counters, in hexadecimal
+    rings: tuple[RingPlace, ...]  # the service's rings
+    format: int  # `FORMAT`, the layout of the observed memory
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:

@@ -42,14 +42,11 @@ class ObservedSegment:
     """The segment in which a service publishes its activity. With a `handle` (in hexadecimal), this object maps the
     existing segment that the handle names; without a handle, it creates a new segment.
 
-    Attributes:
-        pointer: the memory as a ProxycclObserved.
-
     Raises:
         ArgumentError: the memory that `handle` names can't be opened, or is too short for this number of workers.
     """
 
-    pointer: _engine.ProxycclObservedPointer
+    pointer: _engine.ProxycclObservedPointer  # the memory as a ProxycclObserved
 
     def __init__(self, workers: int, handle: str = "") -> None:
         self._workers = workers

@@ -47,69 +47,47 @@ class TracedTrigger:
     A send of a schedule does not pass through a ring, so it has a schedule instead of a ring and a ticket. If a worker
     handled several triggers between two clock readings, the time between the readings is divided evenly among the
     triggers.
-
-    Attributes:
-        worker: the worker that handled the trigger.
-        ring: number of the ring that the trigger came through; None for a send.
-        ticket: the trigger's ticket in that ring; None for a send.
-        schedule: number of the send's schedule; None for a trigger.
-        trigger: the trigger; for a send, a trigger that would have the same effect.
-        look: number of the worker's clock reading; triggers with the same number were handled together.
-        seen_ns: when the worker found the trigger.
-        issued_ns: when the worker had issued the trigger's operations and looked for the next trigger.
-        completed_ns: when the worker found the operations complete, or when the handler returned; None if unknown.
     """
 
-    worker: int
-    ring: int | None
-    ticket: int | None
-    schedule: int | None
-    trigger: Trigger
-    look: int
-    seen_ns: int
-    issued_ns: int
+    worker: int  # the worker that handled the trigger
+    ring: int | None  # number of the ring that the trigger came through; None for a send
+    ticket: int | None  # the trigger's ticket in that ring; None for a send
+    schedule: int | None  # number of the send's schedule; None for a trigger
+    trigger: Trigger  # the trigger; for a send, a trigger that would have the same effect
+    look: int  # number of the worker's clock reading; triggers with the same number were handled together
+    seen_ns: int  # when the worker found the trigger
+    issued_ns: int  # when the worker had issued the trigger's operations and looked for the next trigger
+    # When the worker found the operations complete, or when the handler returned; None if unknown.
     completed_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TracedWait:
-    """A worker's wait for a peer in a schedule. Times are those of CLOCK_MONOTONIC in nanoseconds.
+    """A worker's wait for a peer in a schedule. Times are those of CLOCK_MONOTONIC in nanoseconds."""
 
-    Attributes:
-        schedule: the schedule's number.
-        channel: id of the channel to the peer.
-        joins: whether the worker waited for the peer to join the schedule; if not, the worker waited for the peer's
-            data.
-        begin_ns: when the worker began the schedule.
-        end_ns: when the worker found that the peer had joined or the data had arrived.
-    """
-
-    schedule: int
-    channel: int
+    schedule: int  # the schedule's number
+    channel: int  # id of the channel to the peer
+    # Whether the worker waited for the peer to join the schedule; if not, the worker waited for the peer's data.
     joins: bool
-    begin_ns: int
-    end_ns: int
+    begin_ns: int  # when the worker began the schedule
+    end_ns: int  # when the worker found that the peer had joined or the data had arrived
 
 
 @dataclass(frozen=True)
 class ServiceTrace:
-    """The trace of one service.
-
-    Attributes:
-        triggers: the triggers and the sends of schedules: worker by worker, and for each worker in the order in which
-            they were issued.
-        routes: the peer and the transport of each channel in use; (None, "handler") for a handler's channel.
-        lost: a lower bound for the number of records that were overwritten before they were fetched, or that were never
-            written.
-        left_out: number of triggers that were fetched but not kept, because the `Allowance` was used up.
-        waits: the waits of schedules: worker by worker, and for each worker in the order in which they ended.
-    """
+    """The trace of one service."""
 
     publication: Publication
+    # The triggers and the sends of schedules: worker by worker, and for each worker in the order in which they were
+    # issued.
     triggers: list[TracedTrigger]
+    # The peer and the transport of each channel in use; (None, "handler") for a handler's channel.
     routes: dict[int, tuple[int | None, str]]
+    # A lower bound for the number of records that were overwritten before they were fetched, or that were never
+    # written.
     lost: int
-    left_out: int = 0
+    left_out: int = 0  # number of triggers that were fetched but not kept, because the `Allowance` was used up
+    # The waits of schedules: worker by worker, and for each worker in the order in which they ended.
     waits: list[TracedWait] = field(default_factory=list)
 
 
