@@ -54,8 +54,7 @@ class HandleTypeError(ArgumentError, TypeError):
 
 
 class UntrustedPathError(ArgumentError):
-    """A file or directory was not used, because it belongs to another user, can be changed by another user, or is a
-    link."""
+    """A file or directory was not used, because another user owns it or can change it, or because it is a link."""
 
 
 class AlreadyMappedError(ArgumentError):
@@ -200,8 +199,7 @@ class TriggerError(CommunicatorError):
 
 
 class HandlerError(CommunicatorError):
-    """A Python handler of the proxy raised an exception. On the handler's rank, that exception is this error's
-    `__cause__`."""
+    """A proxy's Python handler raised an exception, which on the handler's rank is this error's `__cause__`."""
 
 
 class MismatchError(CommunicatorError, ValueError):

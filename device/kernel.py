@@ -133,9 +133,7 @@ class Launch:
         return 0
 
     def packed(self, index: int) -> VoidPointer:
-        """Returns the address of a packed argument. Writing to this address changes later launches, but not queued
-        ones.
-        """
+        """Returns the address of a packed argument. A write to the address changes later, not queued, launches."""
         return ffi.cast("void *", ffi.from_buffer(self._values[index]))
 
     def __call__(self, stream: StreamLike = None) -> None:

@@ -64,9 +64,7 @@ class _Lanes:
         self._taken: list[tuple[int, int]] = []  # a heap of (time until which the track is taken, track)
 
     def take(self, begin: int, end: int) -> int:
-        """Reserves a track from `begin` to `end`: the first free track, or a new track. `begin` must not decrease
-        between calls.
-        """
+        """Reserves the first free track, or a new track, from `begin` to `end`. `begin` must not decrease."""
         while self._taken and self._taken[0][0] <= begin:
             heapq.heappush(self._free, heapq.heappop(self._taken)[1])
         if self._free:
@@ -212,9 +210,7 @@ def write_trace(path: Path, traces: list[ServiceTrace], agents: Sequence[AgentTr
 
 
 class _Ended:
-    """A context manager that records in `by_signal` whether Ctrl-C or SIGTERM has occurred. Use it only in the main
-    thread.
-    """
+    """A context manager that sets `by_signal` at Ctrl-C or SIGTERM. Use it only in the main thread."""
 
     def __init__(self) -> None:
         self.by_signal = False
@@ -297,9 +293,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """Records until the requested time has passed, or until Ctrl-C or SIGTERM. Returns the exit code. Raises the errors
-    of `record`.
-    """
+    """Records for the requested time, or until Ctrl-C or SIGTERM. Returns the exit code. Raises `record`'s errors."""
     path, process = parsed.output, options.selected_process(parsed.daemon)
     with _Ended() as ended:
         traces, agents = record(parsed.seconds, parsed.job, parsed.ranks, process, parsed.most, lambda: ended.by_signal)

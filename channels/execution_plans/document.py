@@ -42,8 +42,7 @@ class IterationContext(Message, frozen=True):
 
 
 class Op(Message, frozen=True):
-    """An operation of a threadblock. The `name` determines the other fields; only operations on switch channels use the
-    last four fields."""
+    """An operation of a threadblock; `name` determines the other fields. Only switch channels use the last four."""
 
     name: str
     channel_type: ChannelType = "none"

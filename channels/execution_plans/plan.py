@@ -202,9 +202,7 @@ class ExecutionPlan:
         return self._peers[kind][rank]
 
     def operations(self, rank: int) -> Iterator[tuple[Operation, tuple[int, int]]]:
-        """Yields a rank's operations, each with the chunks and the unit of its pipeline, or (0, 0) outside of
-        pipelines.
-        """
+        """Yields a rank's operations, each with its pipeline's chunks and unit, or (0, 0) outside pipelines."""
         for block in self.programs[rank]:
             for operation in block:
                 yield operation, (0, 0)
@@ -264,9 +262,7 @@ class ExecutionPlan:
         return [tuple(sorted(peer for one, peer in both if one == rank)) for rank in range(self.world_size)]
 
     def _check_signals(self) -> None:
-        """Requires as many signals as waits on every channel, because the next execution would consume a leftover
-        signal.
-        """
+        """Requires as many signals as waits on each channel: the next execution would consume a leftover signal."""
         sent: dict[tuple[int, int, str, int], _Times] = {}
         awaited: dict[tuple[int, int, str, int], _Times] = {}
         for rank in range(self.world_size):

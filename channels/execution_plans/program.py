@@ -36,9 +36,7 @@ BUFFERS: dict[BufferName, str] = {"i": "input", "o": "output", "s": "scratch mem
 
 
 class Place(Struct, frozen=True):
-    """The place of an operation in a plan, for error messages. A pipeline's number precedes the numbers of the
-    operations inside it.
-    """
+    """The place of an operation in a plan, for errors. A pipeline's number precedes the numbers of its operations."""
 
     rank: int
     threadblock: int

@@ -82,9 +82,7 @@ class Writer(Struct, frozen=True):
     # -- steps ---
 
     def _step(self, block: _Block, operation: Operation, code: int, *, by_all: bool | None) -> ProxycclStepPointer:
-        """Adds a step. Between a step that all threads execute and a step that one thread executes, also adds a
-        barrier.
-        """
+        """Adds a step, and a barrier between a step that all threads execute and a step that one thread executes."""
         if by_all is not None and block.by_all is not None and by_all != block.by_all:
             self._sync(block, operation)
         step = ffi.new("ProxycclStep *")

@@ -362,9 +362,7 @@ class _WaitGraph:
         return [f"{name} has not called {with_arguments(call_text(furthest), furthest)}; {last}"]
 
     def _signals(self, report: Report, edge: _Edge) -> list[str]:
-        """Returns as text the number of signals that this rank's proxy has sent to the channel on which a peer
-        waits.
-        """
+        """Returns as text the number of signals that this rank's proxy sent on the channel on which a peer waits."""
         if edge.communicator != report.communicator or edge.wait is None:
             return []
         if edge.wait.kind != lib.PROXYCCL_WAIT_PROXY_SIGNAL:

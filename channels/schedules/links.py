@@ -1,6 +1,4 @@
-"""The channels that schedules use. Collectives have three channels to each peer, because posts and sends need separate
-semaphores.
-"""
+"""The channels of schedules: three to each peer, because posts and sends need separate semaphores."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ class ScheduleLinks:
         stage: int | None = None,
         to_scratch: bool = False,
     ) -> ScheduleSend:
-        """Returns a send of the bytes at `place` to the address that the peer posts, in the peer's output or scratch
-        memory.
-        """
+        """Returns a send of the bytes at `place` to the address in the output or scratch memory that the peer posts."""
         channels = self.scratch_posts if to_scratch else self.posts
         return ScheduleSend(
             self.sends[peer],

@@ -30,8 +30,7 @@ def find_items(value: Any) -> list[Any] | None:
 
 
 def find_extents(value: Any) -> list[Any] | None:
-    """Returns a list of the extents of a shape, which may be a number or a collection; returns None for anything
-    else."""
+    """Returns a list of the extents of a shape, which may be a number or a collection; None for anything else."""
     return [value] if find_integer(value) is not None else find_items(value)
 
 

@@ -134,8 +134,7 @@ def _found_or_built(directory: int, path: Path, build: Callable[[], bytes]) -> t
 
 
 def _found(directory: int, path: Path) -> bytes | None:
-    """Returns a file's contents; returns None if the file does not exist, or, with a warning in the log, if it is
-    damaged or untrusted."""
+    """Returns a file's contents; None if the file is missing or, with a logged warning, damaged or untrusted."""
     try:
         content = unsealed(read_private(directory, path))
     except FileNotFoundError:
@@ -168,8 +167,7 @@ _open: dict[tuple[int, int], int] = {}  # descriptors of directories, by device 
 
 
 def _keep_open(descriptor: int) -> int:
-    """Returns a descriptor of the directory that stays open, so that the paths of its loaded objects stay valid and
-    unique."""
+    """Returns a directory's descriptor, which stays open to keep the paths of loaded objects valid and unique."""
     info = os.fstat(descriptor)
     identity = info.st_dev, info.st_ino
     kept = _open.setdefault(identity, descriptor)

@@ -29,8 +29,7 @@ class Process(Struct, frozen=True, eq=False):
         return self is _here
 
     def require(self, owned: str) -> None:
-        """Raises ClosedError if the calling process is a fork of this process. `owned` names the object in the
-        error."""
+        """Raises ClosedError if the calling process is a fork of this process. `owned` names the object in errors."""
         if self is not _here:
             raise ClosedError(self.refusal(owned))
 
@@ -70,9 +69,7 @@ def _release(process: Process, release: Callable[..., Any], arguments: tuple[Any
 
 
 def keep_from_children(file: _Closable) -> None:
-    """Makes forks' children close a socket or a locked file, because otherwise other processes would not notice when
-    this process ends.
-    """
+    """Closes a socket or a locked file in forked children, which would hide the end of this process from others."""
     _kept.add(file)
 
 
@@ -82,8 +79,7 @@ class _Lock(Protocol):
 
 
 def hold_while_forking(lock: _Lock) -> None:
-    """Makes forks wait until a lock is free, because the child would lack the thread that releases the lock. Hold the
-    lock only briefly."""
+    """Makes forks wait for a lock, because the child would lack the thread that holds it. Hold the lock briefly."""
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 

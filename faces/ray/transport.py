@@ -117,9 +117,7 @@ class ProxyCCLTransport(TensorTransportManager):
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
-        """Returns True without asking the actor, because Ray calls this method before each call that uses the
-        transport.
-        """
+        """Returns True without asking the actor, because Ray calls this method before each use of the transport."""
         return True
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> ProxyCCLMetadata:
@@ -258,9 +256,7 @@ class ProxyCCLTransport(TensorTransportManager):
             self._agent.deregister(*regions)
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
-        """Aborts the transfer of an object: the object's fetch raises CanceledError, also if the fetch starts after
-        this call.
-        """
+        """Aborts the transfer of an object: its fetch raises CanceledError, even if the fetch starts later."""
         self._end_dropped()
         with self._lock:
             readings = [reading for reading in self._readings if reading.obj_id == obj_id]

@@ -312,9 +312,7 @@ def _name_of_short(collective: str, tensors: Tensors) -> str | None:
 
 
 def _op_of(opts: Any) -> Any:
-    """Returns the reduction's operator. torch passes an object with the attribute `reduceOp`, the operator itself, or
-    None for SUM.
-    """
+    """Returns the reduction's operator. torch passes the operator, an object with it as `reduceOp`, or None for SUM."""
     return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 

@@ -113,9 +113,7 @@ class Endpoints:
         return made if made is not None else self._make(device, peer)
 
     def has_met(self, device: torch.device, peer: int | None) -> bool:
-        """Returns whether the communicator with a peer exists; if `peer` is None, whether the communicator of all ranks
-        exists.
-        """
+        """Returns whether the communicator with a peer or, if `peer` is None, that of all ranks exists."""
         return (device.type, device.index, peer) in self._made
 
     def to_self(self, tensor: torch.Tensor, *, sends: bool) -> None:
@@ -316,9 +314,7 @@ class Endpoints:
         return next((comm for comm in self.made if not comm.closed and comm.group.failure.aborted), None)
 
     def has_left(self, peer: int | None) -> bool:
-        """Returns whether a peer has announced that it shut the group down; if `peer` is None, whether any other rank
-        has.
-        """
+        """Returns whether a peer or, if `peer` is None, any other rank has announced that it shut the group down."""
         with self._lock:
             made = list(self._made.items())
         for (_, _, other), comm in made:

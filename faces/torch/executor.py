@@ -105,9 +105,7 @@ class Executor:
         return self._runner == threading.get_ident()
 
     def wait_until_idle(self, seconds: float) -> bool:
-        """Waits for queued and running tasks. Returns whether all tasks ended within `seconds`. A task must not call
-        this function.
-        """
+        """Waits for all tasks. Returns whether they ended within `seconds`. A task must not call this function."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_idle, min(seconds, threading.TIMEOUT_MAX))
 
@@ -147,9 +145,7 @@ class GroupThreads:
         return self.of(device, _callbacks.depth + 1)
 
     def of(self, device: torch.device, of: Flow | int | None) -> Executor:
-        """Returns the thread of a flow or of a callbacks' nesting depth; if `of` is None, the thread of all other
-        calls.
-        """
+        """Returns the thread of a flow or of a callbacks' nesting depth; if `of` is None, that of all other calls."""
         with self._lock:
             if (device, of) not in self._made:
                 if isinstance(of, int):

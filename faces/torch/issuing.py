@@ -179,9 +179,7 @@ class IssuedCalls:
 
     @property
     def collectives(self) -> int:
-        """The number of collectives so far, which is equal on all ranks. Transfers are not counted, because their
-        number differs between ranks.
-        """
+        """The number of collectives so far, equal on all ranks. Transfers are not counted: their number may differ."""
         return self._collectives + sum(made.count for made in self._in_c.values())
 
     @property
@@ -561,18 +559,14 @@ class IssuedCalls:
 
 
 def require_rank(rank: int, size: int, argument: str) -> None:
-    """Raises ValueError if a number is not a rank of the group. Without this check, a call to such a rank would wait
-    until the time-out.
-    """
+    """Raises ValueError if a number is not a rank of the group; otherwise the call would wait until the time-out."""
     if not 0 <= rank < size:
         raise ValueError(f"{argument}: {rank} is not a rank of the group; expected 0 to {size - 1}")
 
 
 @functools.cache
 def _by_flow(peer: int, number: int, sends: bool) -> tuple[str, on_tensors.Transfers]:
-    """Returns the name and the options of a transfer with a peer. `number` is the peer's rank in the pair's
-    communicator.
-    """
+    """Returns a transfer's name and options. `number` is the peer's rank in the pair's communicator."""
     name = f"send to rank {peer}" if sends else f"recv from rank {peer}"
     return name, ((name, number, ()) if sends else (name, (), number))
 

@@ -138,9 +138,7 @@ class GroupOnGpu:
         return torch.cuda.ExternalStream(handle, self.device) if handle else torch.cuda.default_stream(self.device)
 
     def call_on(self, handle: int, function: Callable[..., object], *arguments: Any) -> None:
-        """Calls a function while the stream with this handle is torch's current stream. `torch.cuda.stream` would take
-        six times as long.
-        """
+        """Calls a function with this stream as the current stream, in a sixth of the time of `torch.cuda.stream`."""
         stream = self.torch_stream(handle)
         device, current = torch._C._cuda_getDevice(), torch._C._cuda_getCurrentStream(self.device.index)
         torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)

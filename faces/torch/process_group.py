@@ -194,9 +194,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
             self.endpoints.of_all(with_index(device))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Waits until all ranks have called this function. If ranks are missing, rank 0 raises a RuntimeError that
-        names the missing ranks.
-        """
+        """Waits for all ranks to call this function. Rank 0 raises a RuntimeError that names missing ranks."""
         given: timedelta | None = getattr(timeout, "timeout", timeout)  # torch 2.15 passes an options object
         seconds = (self._timeout if given is None or given < timedelta(0) else given).total_seconds()
         store = dist.PrefixStore("proxyccl-monitored-barrier", self._store)
@@ -275,9 +273,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         return True
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocates an uninitialised tensor of `size` elements, in memory that calls use in place like registered
-        memory.
-        """
+        """Allocates an uninitialised tensor of `size` elements in memory that calls use in place, as if registered."""
         device = with_index(device)
         with torch_errors(), self._communicator(device).memory_pool():
             return torch.empty(size, dtype=dtype, device=device)

@@ -29,9 +29,7 @@ Policy = Callable[[Communicator], CtaPolicy | None]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is contiguous and is not a lazy negation or conjugation, so that its memory holds its
-    elements.
-    """
+    """Returns whether a tensor is contiguous, and not lazily negated or conjugated: its memory holds its elements."""
     return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
@@ -150,8 +148,7 @@ class Reduction:
         return torch.mul(flat, factor if factor.is_floating_point() else factor.to(flat.dtype), out=into)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns a view of a contiguous tensor of one dimension, with the dtype as which the operator reads the
-        elements."""
+        """Returns a view of a contiguous tensor in one dimension, with the dtype as which the operator reads it."""
         return flat if self.view is None else flat.view(self.view)
 
 

@@ -91,9 +91,7 @@ class UnderWay:
         return self._flow(flow).calls.append
 
     def forget_ended(self, flow: Hashable) -> None:
-        """Forgets a flow's ended calls. This function queries the device, so `add` calls it only once in ADDED_BETWEEN
-        calls.
-        """
+        """Forgets a flow's ended calls. `add` calls this once in ADDED_BETWEEN calls, because it queries the device."""
         with self._lock:
             self._forget_ended(self._flows[flow])
 

@@ -267,9 +267,7 @@ class DeviceWork(_KeptWork):
             return self._query()
 
     def exception(self) -> BaseException | None:
-        """Returns the error that prevented the call from being queued, or the communicator's failure; None without
-        either.
-        """
+        """Returns the error that prevented the call's queueing, or else the communicator's failure, or None."""
         try:
             self._call.check()
         except Exception as error:
@@ -285,9 +283,7 @@ class DeviceWork(_KeptWork):
     _source_rank = source_rank
 
     def _make_future(self) -> Any:
-        """Returns a future of the call's result. While the future's callbacks run, the current stream is a stream that
-        waits for the call.
-        """
+        """Returns a future of the call's result. During its callbacks, the current stream waits for the call."""
         call = self._call
         with _futures:
             if self._watched is not None:
@@ -367,9 +363,7 @@ class TransferWork(DeviceWork):
         return self._issued.is_set() and super().is_completed()
 
     def _make_future(self) -> Any:
-        """Returns a future of the call's result, as `DeviceWork` does. If the call is not issued yet, a thread of the
-        group will run the callbacks.
-        """
+        """Returns `DeviceWork`'s future; if the call is not issued yet, a thread of the group runs the callbacks."""
         if not self._issued.is_set():
             self._callbacks.start()  # starts the thread now, so that a failed start raises an error here
         return super()._make_future()

@@ -74,8 +74,6 @@ class OutputPlaces:
         return None if number is None else (number, whole)
 
     def close(self) -> None:
-        """Ends the use of the places. torch frees unused places immediately, and used places when torch next empties
-        its cache.
-        """
+        """Ends the use of the places. torch frees unused places now, and used places when it next empties its cache."""
         self._pool = None
         self._places.close()

@@ -33,9 +33,7 @@ def _allocating(torch: Any, pool: Any, device: int) -> Iterator[Any]:
 
 
 def require_torch(runtime: str) -> Any:
-    """Returns the torch module if its pools can allocate memory of this runtime; otherwise raises
-    RuntimeUnavailableError.
-    """
+    """Returns the torch module. Raises RuntimeUnavailableError if its pools can't allocate this runtime's memory."""
     if runtime == "host":
         raise RuntimeUnavailableError(
             "memory_pool: the communicator uses the host runtime; torch has pools only on GPUs"

@@ -63,8 +63,7 @@ class Argument:
 
     @property
     def launched(self) -> Any:
-        """The value to pass to a launch. For a channel, this is the channel object, because the launch wakes the
-        channel's proxy."""
+        """The value to pass to a launch. A channel is passed as its object, because the launch wakes its proxy."""
         return self.owner if isinstance(self.owner, Channel | ChannelSet) else self.value
 
     @property

@@ -1,6 +1,4 @@
-"""Compiles kernels for a GPU with Triton, and loads them with ProxyCCL's runtime, because Triton's own launch needs
-torch.
-"""
+"""Compiles kernels for a GPU with Triton. ProxyCCL's runtime loads them, because Triton's own launch needs torch."""
 
 from __future__ import annotations
 

@@ -349,9 +349,7 @@ def put_with_signal(channel, dst_offset, src_offset, size, dst_memory=None, src_
 
 @jit
 def put_with_signal_and_flush(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
-    """Combines `put`, `signal` and `flush` in one operation. Takes the arguments of `put`. Returns what `flush`
-    returns.
-    """
+    """Combines `put`, `signal` and `flush` in one operation, with the arguments of `put` and the result of `flush`."""
     _require(channel)
     operation: tl.constexpr = c.OP_DATA | c.OP_SIGNAL | c.OP_FLUSH
     ticket, pushed = _push_data(channel, operation, dst_offset, src_offset, size, dst_memory, src_memory)
@@ -404,9 +402,7 @@ def wait_flushed(channel, ticket):
 
 @jit
 def is_complete(channel, ticket):
-    """Returns whether the operation with this ticket and all earlier operations on the channel are complete. Does not
-    wait.
-    """
+    """Returns whether the channel's operation with this ticket and all earlier ones are complete. Does not wait."""
     _require(channel)
     return (ticket != u64(NO_TICKET)) & (load_acquire_system(pointer_at(channel, c.PROXY_COMPLETED_8)) > ticket)
 

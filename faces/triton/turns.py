@@ -30,9 +30,7 @@ def nanoseconds() -> int:
 
 
 def pause(spins: Any) -> None:
-    """Lets other programs run between two polls of a wait. Raises RuntimeError if another program of the launch has
-    raised an exception.
-    """
+    """Lets other programs run between two polls of a wait. Raises RuntimeError if a program has raised an exception."""
     pass_on(spins)
     launch = _launches.get(threading.get_ident())
     if launch is not None:
@@ -102,16 +100,12 @@ class Launch:
         interpreter_builder.set_grid_idx(*place)
 
     def require_all(self) -> None:
-        """Raises RuntimeError if a program of the launch has failed, because the calling program may be waiting for
-        that program.
-        """
+        """Raises RuntimeError if a program of the launch has failed: the caller may be waiting for that program."""
         if self._error is not None:
             raise RuntimeError("another program of the launch has failed")
 
     def begin_another(self) -> None:
-        """If programs have not begun, starts a thread that runs them, because the current program may wait for one of
-        these programs.
-        """
+        """If programs have not begun, starts a thread that runs them: the current program may wait for one of them."""
         if self._next is not None and not self._beginning:
             self._beginning = True
             thread = Thread(self._work, "proxyccl-interpreter")

@@ -145,8 +145,6 @@ def wait_at_least(word, target, control, kind, peer, channel):
 
 @jit
 def aborted(control):
-    """Returns whether the communicator has ended, in which case the kernel's own loops must end. Each call reads a word
-    in host memory.
-    """
+    """Returns whether the communicator has ended, so that the kernel's own loops must end. Reads host memory."""
     pause(0)  # the kernel's loop may wait for another program
     return load_acquire_system(words_at(control) + c.CONTROL_ABORT_4) != 0

@@ -48,9 +48,7 @@ class Bucket(Message, frozen=True, tag="bucket"):
 
 
 class HasRead(Message, frozen=True, tag="read"):
-    """A message that a bucket's memory may be reused, from the worker that has read the bucket to the previous
-    worker.
-    """
+    """A message that a bucket's memory may be reused, from a worker that has read the bucket to the previous worker."""
 
     number: Uint64
 
@@ -85,17 +83,13 @@ class Chain:
             await self._until(lambda: self._read >= number - len(self._buckets), f"{self._following} to read a bucket")
 
     def offer(self, number: int, nbytes: int, pieces: list[Piece], *, last: bool) -> None:
-        """Tells the following worker that a bucket can be read. Raises DisconnectedError if that worker has ended, or
-        has closed its agent.
-        """
+        """Tells the next worker that a bucket can be read. Raises DisconnectedError if its agent has ended."""
         if self._following is not None:
             address = self._buckets[number % 2].address
             self._agent.notify(self._following, _CODEC.encode(Bucket(number, address, nbytes, pieces, last)))
 
     async def fetch(self, number: int) -> Bucket:
-        """Reads a bucket from the previous worker, and offers the bucket to the following worker. Raises the errors of
-        `until_free`.
-        """
+        """Reads a bucket from the previous worker, and offers it to the next. Raises `until_free`'s errors."""
         previous = self._previous
         assert previous is not None
         await self._until(lambda: number in self._arrived, f"a bucket of {previous}")

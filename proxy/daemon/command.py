@@ -79,9 +79,7 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
 
 
 class _Ending:
-    """Makes SIGTERM and SIGINT end a daemon in an orderly way, even during its start, so that the daemon removes its
-    socket.
-    """
+    """Makes a daemon remove its socket when SIGTERM or SIGINT ends it, even during its start."""
 
     def __init__(self) -> None:
         self._asked = False

@@ -187,9 +187,7 @@ class DaemonConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the daemon still takes requests: the daemon is not lost, and this process has not closed the
-        connection.
-        """
+        """Whether the daemon takes requests: it is not lost, and this process has not closed the connection."""
         return not self._closed and not self._lost
 
     @property
@@ -305,9 +303,7 @@ class DaemonConnection:
         self._on_failure(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, None, None, 0, reason))
 
     def give_up(self, what: str) -> None:
-        """Treats the daemon as lost, although the daemon's process may be alive. The error's text is the process's name
-        followed by `what`.
-        """
+        """Treats the daemon as lost, even if it is alive. The error's text is the process's name followed by `what`."""
         stopped = f"; it {_STOPPED}" if is_stopped(self.daemon) else ""
         self._lose(f"{process_name(self.daemon)} {what}{stopped}")
 

@@ -51,9 +51,7 @@ def offer(path: Path, timeout: float) -> None:
 
 
 def reach_through(path: Path) -> None:
-    """If a daemon listens at a path, lets this process connect, through that daemon, to processes that this process
-    can't reach directly.
-    """
+    """If a daemon listens at a path, lets this process reach, through it, processes that it can't reach directly."""
     sockets.add_broker(f"{DAEMON} at {path}", lambda token, seconds: _reach(path, token, seconds))
 
 

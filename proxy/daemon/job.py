@@ -123,9 +123,7 @@ class JobDaemon(DaemonAddress):
         return True
 
     def last_words(self) -> str:
-        """Returns the last line that the daemon wrote to stderr, or "" if the daemon wrote nothing or this process
-        can't read the line.
-        """
+        """Returns the last line that the daemon wrote to stderr; "" if there is none or this process can't read it."""
         if self._errors is None:
             return ""
         lines = _text_of(self._errors).splitlines()

@@ -71,9 +71,7 @@ Listener: TypeAlias = SocketFile | HandedOver
 
 
 def abstract(name: str) -> str:
-    """Returns the abstract socket address for a name. The address disappears with the last process that holds the
-    socket.
-    """
+    """Returns the abstract socket address for a name, which lasts until no process holds the socket."""
     return f"\0{name}"
 
 

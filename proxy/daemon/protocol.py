@@ -62,9 +62,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Hello(Message, frozen=True):
-    """A client's first frame. The fields of `Hello` are the same in every version of the protocol; `hello` is the
-    client's version.
-    """
+    """A client's first frame, with the same fields in all versions of the protocol; `hello` is the client's version."""
 
     hello: Uint64
     layout: list[Uint64]
@@ -82,9 +80,7 @@ class HelloAnswer(Message, frozen=True, omit_defaults=True):
 
 
 class Request(Message, frozen=True, omit_defaults=True, kw_only=True, tag_field="do"):
-    """A client's request. The tag is the method's name, `request` the request's number; subclasses add the
-    arguments.
-    """
+    """A client's request. The tag is the method's name, `request` is a number; subclasses add the arguments."""
 
     request: Uint64 | None = None
 

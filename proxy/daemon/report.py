@@ -1,6 +1,4 @@
-"""The contents of a node daemon's report: the daemon's threads and clients at one moment. `DaemonReporter` writes such
-reports.
-"""
+"""The contents of a report of `DaemonReporter`: a node daemon's threads and clients at one moment."""
 
 from __future__ import annotations
 

@@ -351,9 +351,7 @@ def _open_runtime(name: str, device_id: str) -> Runtime:
 
 
 def raise_descriptor_limit() -> None:
-    """Raises the limit of open descriptors as far as the system allows, because each client's memory takes several
-    descriptors.
-    """
+    """Raises the limit of open descriptors as far as allowed, because each client's memory takes several of them."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -241,9 +241,7 @@ class Session:
         send(self._connection, REPLIES, Introduced(), [theirs.fileno()], socket.MSG_DONTWAIT)
 
     def _send_event(self, event: AnyReply) -> None:
-        """Sends an event without waiting for the client, because the calling thread may also run other clients'
-        workers.
-        """
+        """Sends an event without waiting for the client, because this thread may also run other clients' workers."""
         try:
             send(self._connection, REPLIES, event, flags=socket.MSG_DONTWAIT)
         except OSError:
@@ -286,9 +284,7 @@ class Session:
 
     @method()
     def reach(self, process: str) -> Descriptors:
-        """Returns a connection to the process with this token (in hexadecimal): the daemon, or a process that has
-        called `offer`.
-        """
+        """Returns a connection to the process with this token (in hexadecimal): the daemon, or a caller of `offer`."""
         return [self._introductions.reach(_token(process)).detach()]
 
     @method()

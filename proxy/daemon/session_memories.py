@@ -24,9 +24,7 @@ _Unmap = Callable[[], None]
 
 
 class SessionMemories:
-    """The mappings of a client's handles. Each mapping belongs to the object that needs the mapping, such as a
-    channel.
-    """
+    """The mappings of a client's handles. Each mapping belongs to the object that needs it, such as a channel."""
 
     def __init__(self, proxy: ProxyService, runtime: Runtime) -> None:
         self._proxy = proxy
@@ -61,9 +59,7 @@ class SessionMemories:
         return memory
 
     def keep(self, kind: str, number: int, unmap: _Unmap) -> None:
-        """Stores `unmap`, which is called after the object of this kind and number is retired or replaced, or when the
-        session ends.
-        """
+        """Stores `unmap`, to be called after the object is retired or replaced, or when the session ends."""
         replaced = self._kept.get((kind, number))
         self._kept[kind, number] = unmap
         self._retire(replaced)

@@ -261,9 +261,7 @@ class SessionService:
 
     @method()
     def add_schedule(self, schedule: Schedule) -> ScheduleNumber:
-        """Adds a schedule, which the client's streams may then start. The schedule's ids are looked up only when the
-        schedule runs.
-        """
+        """Adds a schedule, which the client's streams may then start. Each run looks up the ids anew."""
         number = self.proxy.add_schedule(schedule)
         self._schedules.add(number)
         return number

@@ -69,9 +69,7 @@ class Description(Message, frozen=True):
 
 
 def way_text(way: str) -> str:
-    """Returns a text that names the socket that passes descriptors of memory; `way` is the kind of the socket. Returns
-    "" if `way` is empty.
-    """
+    """Returns a text that says how descriptors of a peer's memory are passed; "" within this PID namespace."""
     return f"memory by descriptors over {_WAYS.get(way, way)}" if way else ""
 
 

@@ -1,6 +1,4 @@
-"""Traces a service: requests trace records from the service's workers (engine/observe.h), fetches the records and
-decodes them.
-"""
+"""Traces a service: requests trace records from its workers (engine/observe.h), fetches and decodes the records."""
 
 from __future__ import annotations
 
@@ -116,9 +114,7 @@ class TraceDecoder:
         self.lost = 0
 
     def skip(self, lost: int) -> None:
-        """Notes that `lost` records are missing before the next records, so the completion of earlier triggers stays
-        unknown.
-        """
+        """Notes that `lost` records are missing here, so the completion of earlier triggers stays unknown."""
         self.lost += lost + len(self._unissued)
         self._unissued.clear()
         self._outstanding.clear()
@@ -223,9 +219,7 @@ class _Records:
         self._stats.trace_until = moment_ns
 
     def note_pause(self) -> None:
-        """Counts one lost record if the worker stopped recording because this process did not call `ask_until` in
-        time.
-        """
+        """Counts one lost record if the worker stopped recording because `ask_until` was not called in time."""
         if self._stats.trace_until == 0:
             self._add(1, np.empty((0, 2), np.uint64))
 
@@ -297,9 +291,7 @@ class Tracer:
             worker.ask_until(moment_ns)
 
     def fetch(self) -> None:
-        """Fetches the new records, and extends the time until which workers record. Call this method many times per
-        second.
-        """
+        """Fetches new records, and extends the time in which workers record. Must be called many times per second."""
         for worker in self._workers:
             worker.note_pause()
         self._ask_until(time.monotonic_ns() + _LEASE_NS)
@@ -337,9 +329,7 @@ class Tracer:
         return ServiceTrace(self._observer.publication, triggers, self._routes, lost, left_out, waits)
 
     def close(self) -> None:
-        """Ends the recording, unless `stop` has already ended the recording, and lets other processes trace the
-        service.
-        """
+        """Ends the recording, unless `stop` has done so, and lets other processes trace the service."""
         self._ask_until(0)
         self._workers.clear()
         self._opened.close()

@@ -1,6 +1,4 @@
-"""The directory for reports: one that the user chooses, or a default directory, in which only the newest `KEPT` reports
-are kept.
-"""
+"""The directory for reports: the user's choice, or a default directory that keeps only the newest `KEPT` reports."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ def wanted() -> bool:
 
 
 def default_directory() -> Path:
-    """Returns the directory that is used without ``PROXYCCL_REPORT_DIR``. Several hosts may share the directory's file
-    system.
-    """
+    """Returns the directory used without ``PROXYCCL_REPORT_DIR``. Several hosts may share its file system."""
     return user_directory("XDG_STATE_HOME", ".local/state", "state") / "reports"
 
 
