@@ -85,7 +85,7 @@ def selected_process(daemon: str | None) -> int | None:
     """Returns the process id of the daemon that --daemon selects; None without that option."""
     if daemon is None:
         return None
-    from proxyccl.proxy.daemon.client import daemon_process
+    from proxyccl.proxy.daemon.connection import daemon_process
     from proxyccl.proxy.daemon.protocol import socket_path
 
     return daemon_process(socket_path(daemon))

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from proxyccl.device.process import forks
@@ -43,20 +43,13 @@ _INTERVAL_SECONDS = 0.5
 _watchdog: Thread | None = None
 
 
-class Group(Protocol):
-    """A process group, with its `IssuedCalls` and its `Endpoints`."""
-
-    calls: Any
-    endpoints: Any
-
-
-groups: dict[Group, None] = {}
+groups: dict[Any, None] = {}
 """The groups that were not shut down, in the order in which they were made. torch keeps only a group's C++ part alive,
 which calls the Python part; this dict keeps the Python part alive.
 """
 
 
-def watch(group: Group) -> None:
+def watch(group: Any) -> None:
     """Adds a process group to `groups`, which the watchdog watches."""
     global _watchdog  # noqa: PLW0603  the process has one watchdog
     with _lock:
@@ -68,13 +61,13 @@ def watch(group: Group) -> None:
 
 
 def _run_watchdog() -> None:
-    reported: weakref.WeakSet[Group] = weakref.WeakSet()
+    reported: weakref.WeakSet[Any] = weakref.WeakSet()
     while True:
         time.sleep(_INTERVAL_SECONDS)
         _look(reported)
 
 
-def _look(reported: weakref.WeakSet[Group]) -> None:
+def _look(reported: weakref.WeakSet[Any]) -> None:
     """Logs the groups that have failed since the last call of this function. The code is not in `_run_watchdog`,
     because local variables would keep a group alive while the watchdog sleeps.
     """

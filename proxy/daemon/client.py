@@ -19,7 +19,7 @@ from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, Pr
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.device.sleepers import Sleepers
-from proxyccl.proxy.daemon.connection import DaemonConnection, daemon_process, missing_in_daemon
+from proxyccl.proxy.daemon.connection import DaemonConnection
 from proxyccl.proxy.daemon.hello import DaemonAddress
 from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.daemon.session_service import ServiceOptions, SessionService
@@ -42,8 +42,6 @@ from proxyccl.proxy.shared_words import ProxyWords, SharedWords, TurnWatch
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.transports.table import find_transport
 from proxyccl.proxy.workers import require_rings
-
-__all__ = ["DaemonClient", "daemon_process", "missing_in_daemon"]
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -120,7 +120,7 @@ class Session:
         self._service: SessionService | None = None
         self._number: int | None = None  # number of the request in progress
         self._answered = False
-        self._greeted = False
+        self.greeted = False  # whether both hellos have been exchanged
         self._end_within: float | None = None
         self.threads: Sequence[ProxyThread] = ()
         self.name = "a client"
@@ -147,11 +147,6 @@ class Session:
                 log.info("the connection to %s is lost: %s", self.name, error)
         finally:
             self._close()
-
-    @property
-    def greeted(self) -> bool:
-        """Whether both hellos have been exchanged."""
-        return self._greeted
 
     def end(self, timeout: float) -> None:
         """Makes the session finish the triggers in the client's rings, then end. Any thread may call this method."""
@@ -184,7 +179,7 @@ class Session:
             raise ProtocolError("layout: the daemon and the client are of different builds of ProxyCCL")
         send(self._connection, HELLO_ANSWERS, HelloAnswer(version=VERSION, pid=os.getpid()))
         limit_waits(self._connection, _ANSWER_SECONDS, 0)
-        self._greeted = True
+        self.greeted = True
         return True
 
     def _answer_requests(self) -> None:
@@ -250,7 +245,7 @@ class Session:
 
     def _refuse(self, error: ProtocolError) -> None:
         with contextlib.suppress(OSError):
-            if self._greeted:
+            if self.greeted:
                 send(self._connection, REPLIES, Refused.of(error), flags=socket.MSG_DONTWAIT)
             else:
                 refusal = HelloAnswer(error="protocol", message=str(error))

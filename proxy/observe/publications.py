@@ -124,10 +124,6 @@ class Publication(OfProcess, frozen=True):
 _PUBLICATIONS = Codec(Publication, 1 << 20)
 
 
-def publications_directory() -> Path:
-    return runtime_directory()
-
-
 def check_directory(directory: Path) -> None:
     """Raises ArgumentError unless the path is a directory (not a link to a directory) that only this user can enter."""
     info = directory.lstat()
@@ -150,13 +146,10 @@ def new_name(suffix: str) -> str:
 
 
 def write(name: str, data: bytes) -> Path:
-    """Writes or replaces a file in the directory of publications, atomically. Returns the file's path.
-
-    Raises:
-        OSError: the file can't be written.
-        ArgumentError: the directory is not this user's own.
+    """Writes or replaces a file in the directory of publications, atomically. Returns the file's path. Raises OSError
+    if the file can't be written, and ArgumentError if the directory is not this user's own.
     """
-    directory = publications_directory()
+    directory = runtime_directory()
     directory.mkdir(mode=0o700, exist_ok=True)
     check_directory(directory)
     path = directory / name
@@ -216,7 +209,7 @@ def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
     ended processes. Raises the errors of `check_directory`.
     """
     found = []
-    directory = publications_directory()
+    directory = runtime_directory()
     with contextlib.suppress(FileNotFoundError):
         check_directory(directory)
     for path in sorted(each for each in directory.glob(f"*{suffix}") if each.is_file()):
@@ -256,6 +249,6 @@ def none_found(job: str | None = None, ranks: Collection[int] | None = None, pro
     of_ranks = "" if ranks is None else f" of rank {', '.join(map(str, sorted(ranks)))}"
     where = "on this machine" if process is None else f"in process {process}"
     return (
-        f"this user runs no proxy{of_job}{of_ranks} {where}; looked in {publications_directory()} "
+        f"this user runs no proxy{of_job}{of_ranks} {where}; looked in {runtime_directory()} "
         "(a proxy that was started with another XDG_RUNTIME_DIR publishes elsewhere)"
     )
