@@ -80,11 +80,8 @@ class DeviceReader:
         self._late = False
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> bytes:
-        """Reads ranges (address, nbytes), and returns their bytes, concatenated.
-
-        Raises:
-            TimeoutError: the device does not copy the ranges in time.
-            ValueError: the ranges have more than READBACK_BYTES in total.
+        """Reads ranges (address, nbytes), and returns their bytes, concatenated. Raises TimeoutError if the device does
+        not copy the ranges in time, and ValueError if the ranges have more than READBACK_BYTES in total.
         """
         if self._late:
             raise TimeoutError("the device has not finished the copies of an earlier report")

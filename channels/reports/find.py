@@ -29,11 +29,7 @@ class Found:
         return list(self.daemon_files.values())
 
     def read(self, path: Path) -> None:
-        """Reads the report in a file.
-
-        Raises:
-            ReportError: the file is not a valid report, or cannot be read; the message names the file.
-        """
+        """Reads the report in a file. Raises ReportError, which names the file, if it is unreadable or invalid."""
         data = read(path)
         try:
             report = _REPORTS.decode(data, str(path))

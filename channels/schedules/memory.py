@@ -128,11 +128,9 @@ class ScheduleMemories:
         return None if announced is None else self._announced(announced, ptr, {})
 
     def target(self, ptr: int, nbytes: int) -> ScheduleSpan | None:
-        """Returns the schedules' memory that holds an array to receive into; None if the array must be staged.
-
-        Raises:
-            CommunicatorError: the group failed before a peer's proxy had mapped the memory.
-            WaitTimeoutError: a peer's proxy did not map the memory within the time-out.
+        """Returns the schedules' memory that holds an array to receive into; None if the array must be staged. Raises
+        CommunicatorError if the group failed before a peer's proxy had mapped the memory, and WaitTimeoutError if a
+        peer's proxy did not map the memory within the time-out.
         """
         if self.staged_together:
             return self._registered(ptr, nbytes)
@@ -172,10 +170,8 @@ class ScheduleMemories:
     def stage(self, side: Side, nbytes: int) -> ScheduleSpan:
         """Returns device memory of at least `nbytes` that peers' proxies can access. All calls share this memory.
 
-        If `staged_together`, all ranks call this together with the same arguments.
-
-        Raises:
-            ResourceError: the device has no memory left, or a proxy has no ids left for memory.
+        If `staged_together`, all ranks call this together with the same arguments. Raises ResourceError if the device
+        has no memory left, or a proxy has no ids left for memory.
         """
         stages = self._stages.setdefault(side, [])
         found = next((stage for stage in stages if stage.nbytes >= nbytes), None)

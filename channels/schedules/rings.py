@@ -49,11 +49,8 @@ class ScheduleRings:
 
     def prepare(self, steps: Sequence[Step]) -> StreamOperations:
         """Adds the schedules among the steps to the proxy, and returns the stream operations, in which writes to the
-        bell replace the schedules.
-
-        Raises:
-            ResourceError: no numbers are left.
-            ProxyLostError: the daemon that runs the proxy is lost.
+        bell replace the schedules. Raises ResourceError if no numbers are left, and ProxyLostError if the daemon that
+        runs the proxy is lost.
         """
         self._remove_dropped()
         proxy = self._group.links.proxy

@@ -25,11 +25,8 @@ def _is_cupy(kind: type) -> bool:
 
 def from_torch(x: Any, argument: str, *, in_bytes: bool = False) -> ArrayView:
     """Returns a view of a tensor. With `in_bytes`, the view is a one-dimensional array of the tensor's bytes, and any
-    element type is allowed.
-
-    Raises:
-        ArgumentError: the tensor has no memory, is a lazy view, is not contiguous, or has an unknown element type or
-            device.
+    element type is allowed. Raises ArgumentError if the tensor has no memory, is a lazy view, is not contiguous, or has
+    an unknown element type or device.
     """
     # Avoids DLPack, which takes microseconds and refuses tensors that require a gradient.
     require_tensor_memory(x, argument)

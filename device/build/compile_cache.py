@@ -96,11 +96,9 @@ def loaded_object(key_parts: tuple[str, ...], build: Callable[[], bytes], load: 
     """Returns `load(path)` for the shared object with this key. If the cache has no object with this key, `build()`
     returns its contents.
 
-    If the cache can't be used, this process keeps the file in memory, and a warning is issued once.
-
-    Raises:
-        UntrustedPathError: other users can change the directory that ``PROXYCCL_CACHE`` names.
-        CompileError: the file can't be loaded.
+    If the cache can't be used, this process keeps the file in memory, and a warning is issued once. Raises
+    UntrustedPathError if other users can change the directory that ``PROXYCCL_CACHE`` names, and CompileError if the
+    file can't be loaded.
     """
     name = _name(key_parts, ".so")
     with _building.setdefault(name, threading.Lock()):
@@ -148,11 +146,8 @@ def _found(directory: int, path: Path) -> bytes | None:
 
 
 def _open_cache(*, make: bool) -> int:
-    """Returns a descriptor of the cache's directory.
-
-    Raises:
-        UntrustedPathError: ``PROXYCCL_CACHE`` names a directory that other users can change.
-        OSError: the directory can't be used.
+    """Returns a descriptor of the cache's directory. Raises UntrustedPathError if ``PROXYCCL_CACHE`` names a directory
+    that other users can change, and OSError if the directory can't be used.
     """
     named = bool(os.environ.get("PROXYCCL_CACHE"))
     try:
@@ -207,11 +202,9 @@ def compiled_image(compiler: Compiler, source: str, options: tuple[str, ...]) ->
     """Returns the GPU image of a source, from the cache or by compiling. The source may include only this library's
     headers.
 
-    If the cache can't be used, this process keeps the image in memory, and a warning is issued once.
-
-    Raises:
-        UntrustedPathError: other users can change the directory that ``PROXYCCL_CACHE`` names.
-        CompileError: the source does not compile.
+    If the cache can't be used, this process keeps the image in memory, and a warning is issued once. Raises
+    UntrustedPathError if other users can change the directory that ``PROXYCCL_CACHE`` names, and CompileError if the
+    source does not compile.
     """
     name = _image_name(compiler, source, options)
     with _building.setdefault(name, threading.Lock()):

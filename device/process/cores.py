@@ -13,9 +13,7 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 def usable_cores(cores: int | None = None) -> int:
     """Returns the smaller of `cores` and the number of cores that control groups allow this process; at least 1.
-
-    Args:
-        cores: a number of cores; None for all cores of the machine.
+    `cores` is a number of cores; None for all cores of the machine.
     """
     allowed = cores_allowed()
     found = cores if cores is not None else os.cpu_count() or 1

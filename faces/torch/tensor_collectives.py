@@ -67,11 +67,8 @@ def put_back_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 
 def in_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the tensors; for an AsyncCollectiveTensor, waits for its functional collective and returns the wrapped
-    tensor.
-
-    Raises:
-        RuntimeError: a tensor is not dense, or is on neither a CPU nor a GPU.
-        ArgumentError: a tensor is a DTensor, or its storage was freed.
+    tensor. Raises RuntimeError if a tensor is not dense, or is on neither a CPU nor a GPU, and ArgumentError if a
+    tensor is a DTensor, or its storage was freed.
     """
     found = [tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor for tensor in tensors]
     for tensor in found:
@@ -163,11 +160,8 @@ def plain_op(op: Any, dtype: torch.dtype) -> str | None:
 
 
 def reduction(op: Any, dtype: torch.dtype) -> Reduction:
-    """Returns how to carry out an operator of torch for elements of a type.
-
-    Raises:
-        ValueError: the operator is unknown, or is not supported for this type.
-        TypeError: elements of the type can't be reduced.
+    """Returns how to carry out an operator of torch for elements of a type. Raises ValueError if the operator is
+    unknown, or is not supported for this type, and TypeError if elements of the type can't be reduced.
     """
     kind = getattr(op, "op", op)
     if kind not in _OPS:

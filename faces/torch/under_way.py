@@ -62,11 +62,9 @@ class _Flow:
 
 
 class UnderWay:
-    """A group's calls in progress and latest ended calls, by flow. The calls of a flow end in order.
-
-    Args:
-        healthy: returns whether no communicator of the group has failed. Calls that end after a failure stay recorded
-            as in progress, because the failure may have ended their waits.
+    """A group's calls in progress and latest ended calls, by flow. The calls of a flow end in order. `healthy` returns
+    whether no communicator of the group has failed. Calls that end after a failure stay recorded as in progress,
+    because the failure may have ended their waits.
     """
 
     def __init__(self, healthy: Callable[[], bool]) -> None:

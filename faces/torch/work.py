@@ -143,11 +143,7 @@ class HostWork(_KeptWork):
             self._callbacks.submit(functools.partial(completed.set_result, None))
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Waits for the end of the call, and raises the error that the call raised.
-
-        Raises:
-            RuntimeError: the call did not end within the time-out.
-        """
+        """Waits for the end of the call, and raises the call's error, or RuntimeError after the time-out."""
         _require_process(self._process, self._done)
         self._forget()
         seconds = timeout.total_seconds()
@@ -226,10 +222,8 @@ class DeviceWork(_KeptWork):
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Makes the current stream wait for the call. If the communicator has failed, raises the failure.
 
-        If `timeout` is positive, also blocks the host until the call has ended.
-
-        Raises:
-            RuntimeError: the call did not end within the time-out.
+        If `timeout` is positive, also blocks the host until the call has ended. Raises RuntimeError if the call did not
+        end within the time-out.
         """
         if self._unwaited is not None:
             self._unwaited.forget(self)

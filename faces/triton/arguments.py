@@ -82,11 +82,7 @@ def constant(value: Any) -> Argument:
 
 
 def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
-    """Makes the `Argument` for a value.
-
-    Raises:
-        ArgumentError: a kernel can't take such a value, or the array is on another device.
-    """
+    """Makes a value's `Argument`. Raises ArgumentError for types that kernels can't take, and for another device."""
     if value is None:
         return constant(None)
     if isinstance(value, np.generic):  # checked first, because numpy scalars also offer the buffer protocol
@@ -112,10 +108,8 @@ def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
 
 def annotated(argument: Argument, kind: str, name: str) -> Argument:
     """If the argument is a number, returns the argument with the type `kind`, as Triton does; otherwise returns the
-    argument unchanged. `kind` is the type in the parameter's annotation, or "" without such a type.
-
-    Raises:
-        ArgumentError: the value does not fit, or a launch can't pass numbers of this type.
+    argument unchanged. `kind` is the type in the parameter's annotation, or "" without such a type. Raises
+    ArgumentError if the value does not fit, or a launch can't pass numbers of this type.
     """
     if not kind or argument.type == CONSTEXPR or argument.type.startswith("*"):
         return argument

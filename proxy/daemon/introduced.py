@@ -27,11 +27,8 @@ _offered: dict[Path, forks.Process] = {}
 
 def offer(path: Path, timeout: float) -> None:
     """Offers this process to the daemon at a path. Afterwards the daemon connects other processes to this process, and
-    this process to other processes.
-
-    Raises:
-        RuntimeUnavailableError: no such daemon is running, or it does not accept this process.
-        ResourceError: there are too few descriptors or threads.
+    this process to other processes. Raises RuntimeUnavailableError if no such daemon is running, or it does not accept
+    this process, and ResourceError if there are too few descriptors or threads.
     """
     with _lock:
         process = _offered.get(path)

@@ -22,11 +22,7 @@ closes the socket.
 
 
 class Introductions:
-    """The processes to which the daemon can connect other processes and itself. Thread-safe.
-
-    Args:
-        name: the daemon's name, for errors.
-    """
+    """The processes to which the daemon, called `name` in errors, can connect others and itself. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = f"the node daemon at {name}"
@@ -50,11 +46,8 @@ class Introductions:
                 del self._hands[process]
 
     def reach(self, process: bytes) -> socket.socket:
-        """Connects to a process's server of descriptors. Returns the connection.
-
-        Raises:
-            ArgumentError: the process has made no offer, or does not accept the connection.
-            OSError: there are too few descriptors.
+        """Connects to a process's server of descriptors. Returns the connection. Raises ArgumentError if the process
+        has made no offer, or does not accept the connection, and OSError if there are too few descriptors.
         """
         with self._lock:
             hand = self._hands.get(process)

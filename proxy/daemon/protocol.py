@@ -242,11 +242,7 @@ def send(
 
 def receive(connection: socket.socket, codec: Codec[T], source: str, flags: int = 0) -> tuple[T, list[int]] | None:
     """Receives a frame. Returns the frame's message and its descriptors, which the caller closes. Returns None if the
-    sender has closed the connection.
-
-    Raises:
-        ProtocolError: `source` sent an invalid frame.
-        OSError: the socket's errors.
+    sender has closed the connection. Raises ProtocolError if `source` sent an invalid frame, and the socket's OSErrors.
     """
     frame, descriptors, came = receive_with_descriptors(connection, LONGEST_FRAME, MOST_DESCRIPTORS, flags)
     try:

@@ -63,10 +63,8 @@ class DaemonOptions:
 
 class Attendance:
     """Decides when a job's own daemon ends. An `Attendance` records the live processes that have been clients, and the
-    time at which the last client disconnected.
-
-    Args:
-        starter: id of the process that starts the daemon and will be a client.
+    time at which the last client disconnected. `starter` is the id of the process that starts the daemon and will
+    be a client.
     """
 
     def __init__(self, starter: int) -> None:

@@ -40,10 +40,8 @@ def open_published(handle: str, nbytes: int) -> SharedMemory:
 
 class ObservedSegment:
     """The segment in which a service publishes its activity. With a `handle` (in hexadecimal), this object maps the
-    existing segment that the handle names; without a handle, it creates a new segment.
-
-    Raises:
-        ArgumentError: the memory that `handle` names can't be opened, or is too short for this number of workers.
+    existing segment that the handle names; without a handle, it creates a new segment. Raises ArgumentError if the
+    memory that `handle` names can't be opened, or is too short for this number of workers.
     """
 
     pointer: _engine.ProxycclObservedPointer  # the memory as a ProxycclObserved

@@ -33,11 +33,8 @@ _MOST_TRACE_SECONDS = 60.0
 def serve(address: str, interval: float, job: str | None = None, process: int | None = None) -> Iterator[str]:
     """A context manager that runs a server, and whose value is the server's URL with the token. `address` is HOST:PORT,
     HOST or :PORT; "" means any free port of localhost. `interval` is the time in seconds between two updates of the
-    page; `job` and `process` select services (see `find`).
-
-    Raises:
-        ArgumentError: `address` is not an address.
-        ResourceError: the port is in use, or not allowed.
+    page; `job` and `process` select services (see `find`). Raises ArgumentError if `address` is not an address, and
+    ResourceError if the port is in use, or not allowed.
     """
     host, port = split_address(address, 0, "--web")
     token = secrets.token_urlsafe(24)
