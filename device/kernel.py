@@ -167,12 +167,7 @@ class Kernel:
     """
 
     def __init__(
-        self,
-        runtime: LaunchRuntime,
-        name: str,
-        function: VoidPointer,
-        parameters: Sequence[Parameter],
-        module: object,
+        self, runtime: LaunchRuntime, name: str, function: VoidPointer, parameters: Sequence[Parameter], module: object
     ) -> None:
         self.runtime = runtime
         self.name = name

@@ -23,14 +23,7 @@ from proxyccl.channels.transfers.published import find_agents
 from proxyccl.channels.transfers.tracing import AgentTrace, AgentTracer
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.proxy.observe.publications import find, none_found
-from proxyccl.proxy.observe.tracing import (
-    MOST_TRIGGERS,
-    Allowance,
-    ServiceTrace,
-    TracedTrigger,
-    TracedWait,
-    Tracer,
-)
+from proxyccl.proxy.observe.tracing import MOST_TRIGGERS, Allowance, ServiceTrace, TracedTrigger, TracedWait, Tracer
 from proxyccl.proxy.trigger import Operation, operation_name
 from proxyccl.tools import options
 from proxyccl.tools.options import show_size

@@ -8,15 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from proxyccl.channels.execution_plans.document import (
-    BufferName,
-    ChannelType,
-    Chunks,
-    Document,
-    Gpu,
-    Op,
-    Threadblock,
-)
+from proxyccl.channels.execution_plans.document import BufferName, ChannelType, Chunks, Document, Gpu, Op, Threadblock
 from proxyccl.channels.execution_plans.operations import (
     CHANNELLED,
     COMBINATIONS,
@@ -110,8 +102,7 @@ def channel_ends(gpu: Gpu, ranks: int) -> dict[ChannelType, list[ChannelEnd]]:
         for peer in channels.connected_to:
             if peer >= ranks or peer == gpu.id:
                 raise ArgumentError(
-                    "plan",
-                    f"rank {gpu.id} has a {kind} channel to rank {peer}; expected another of {ranks} ranks",
+                    "plan", f"rank {gpu.id} has a {kind} channel to rank {peer}; expected another of {ranks} ranks"
                 )
             ends[kind].append(ChannelEnd(kind, peer, sum(end.peer == peer for end in ends[kind])))
     return ends

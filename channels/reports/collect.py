@@ -102,12 +102,7 @@ class DeviceReader:
 
 
 def collect(
-    group: Group,
-    device: DeviceReader,
-    cause: str,
-    question: int,
-    exchange: Exchange | None,
-    beside: list[str],
+    group: Group, device: DeviceReader, cause: str, question: int, exchange: Exchange | None, beside: list[str]
 ) -> Report:
     """Collects this rank's report.
 
@@ -241,11 +236,7 @@ def _handling(proxy: Proxy | None) -> list[Handling]:
 
 
 def _channels(
-    group: Group,
-    device: DeviceReader,
-    proxy: Proxy | None,
-    rings: list[RingContents],
-    unread: list[str],
+    group: Group, device: DeviceReader, proxy: Proxy | None, rings: list[RingContents], unread: list[str]
 ) -> list[ProxiedChannel]:
     if proxy is None:
         return []

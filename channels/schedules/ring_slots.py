@@ -177,13 +177,7 @@ class RingSlots:
         source = self._array.ptr + flow.begin + slot * self._slot_bytes
         copy = CopyBytes(source + 1, source, nbytes)  # `receive` replaces this placeholder
         came_in, opens = self._turn()
-        return [
-            Schedule(sends=(frees,), receives=(came,)),
-            came_in,
-            copy,
-            opens,
-            *rings.end([0], gated=True),
-        ]
+        return [Schedule(sends=(frees,), receives=(came,)), came_in, copy, opens, *rings.end([0], gated=True)]
 
 
 def _neighbours(rank: int, world_size: int) -> Sequence[int]:

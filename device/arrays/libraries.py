@@ -33,8 +33,7 @@ def from_torch(x: Any, argument: str, *, in_bytes: bool = False) -> ArrayView:
     for is_lazy, kind, method in ((x.is_conj(), "conjugate", "conj"), (x.is_neg(), "negative", "neg")):
         if is_lazy:
             raise ArgumentError(
-                argument,
-                f"the tensor is a {kind} view, whose memory holds other values; pass x.resolve_{method}()",
+                argument, f"the tensor is a {kind} view, whose memory holds other values; pass x.resolve_{method}()"
             )
     dtype = as_dtype("uint8" if in_bytes else x.dtype, argument)
     if not x.is_contiguous():

@@ -178,12 +178,7 @@ def _entry(record_id: int, group: tuple[str, str], number: int, operation: str, 
 
 
 def profiler_event(
-    name: str,
-    outs: Sequence[torch.Tensor],
-    xs: Sequence[torch.Tensor],
-    *,
-    ranks: Sequence[int],
-    group: tuple[str, str],
+    name: str, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], *, ranks: Sequence[int], group: tuple[str, str]
 ) -> AbstractContextManager[None]:
     """Returns a context that shows a call as an event in torch's profiler. The event has the keys of NCCL's
     ``record_param_comms`` event, but another name, because torch's profiler expects a C++ object in events of that name

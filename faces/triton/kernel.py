@@ -200,10 +200,7 @@ class TritonKernel:
             return None
         assert isinstance(self._runtime, GpuRuntime)
         specialised = {name: self._specialised(name, argument) for name, argument in arguments.items()}
-        key = (
-            *((each.type, each.aligned, each.constant_key) for each in specialised.values()),
-            *options.items(),
-        )
+        key = (*((each.type, each.aligned, each.constant_key) for each in specialised.values()), *options.items())
         if key not in self._variants:
             self._require_no_capture(stream)
             self._variants[key] = Variant(self._runtime, self._kernel, specialised, options)

@@ -23,13 +23,7 @@ from proxyccl.proxy.daemon.connection import DaemonConnection
 from proxyccl.proxy.daemon.hello import DaemonAddress
 from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.daemon.session_service import ServiceOptions, SessionService
-from proxyccl.proxy.interface import (
-    Connection,
-    ExposedMemory,
-    HandleProvider,
-    Handler,
-    ProxyFailure,
-)
+from proxyccl.proxy.interface import Connection, ExposedMemory, HandleProvider, Handler, ProxyFailure
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.placement import Near
@@ -298,13 +292,7 @@ class DaemonClient(ProxyWords):
         return self._daemon.ask(SessionService.reserve_elsewhere)
 
     def open_remote(
-        self,
-        options: TransportOptions,
-        signals: range,
-        *,
-        near: Near,
-        local_rank: int,
-        core_share: int,
+        self, options: TransportOptions, signals: range, *, near: Near, local_rank: int, core_share: int
     ) -> DaemonRemote:
         self._daemon.ask(
             SessionService.open_remote,

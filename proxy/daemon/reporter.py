@@ -48,12 +48,7 @@ class DaemonReporter:
     """
 
     def __init__(
-        self,
-        place: str,
-        threads: Sequence[ProxyThread],
-        sessions: Callable[[], list[Session]],
-        *,
-        enabled: bool,
+        self, place: str, threads: Sequence[ProxyThread], sessions: Callable[[], list[Session]], *, enabled: bool
     ) -> None:
         self._place = place
         self._threads = threads

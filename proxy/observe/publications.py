@@ -37,11 +37,7 @@ _warning = threading.Lock()
 P = TypeVar("P", bound="OfProcess")
 
 
-_WAYS = {
-    "network": "an abstract socket",
-    "directory": "a socket file",
-    "daemon": "the node daemon",
-}
+_WAYS = {"network": "an abstract socket", "directory": "a socket file", "daemon": "the node daemon"}
 
 
 class Description(Message, frozen=True):
