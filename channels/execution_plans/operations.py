@@ -29,8 +29,7 @@ class Moving(Struct, frozen=True):
     destinations: tuple[Operand, ...]
     # The channel types over which the operation may access remote buffers; () if it has none.
     channels: tuple[ChannelType, ...] = ()
-    # Whether source i is copied to destination i; if not, all sources are combined, and the result is stored in all
-    # destinations.
+    # Whether source i is copied to destination i; if not, the combination of all sources is stored in all destinations.
     pairs: bool = False
     # Whether the operation signals, or flushes, on its port channel after the data.
     signals: bool = False

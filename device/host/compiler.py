@@ -93,8 +93,7 @@ def _loaded(key: str, command: list[str], build: Callable[[], bytes], load: Call
 
 
 def _compiled(command: list[str], text: str, kernels: str) -> bytes:
-    # The compiler writes to a temporary directory, not to the cache: its exit status would not tell a full disk from an
-    # error in the source.
+    # The compiler writes to a temporary directory, because its exit status does not tell a full disk from an error.
     with tempfile.TemporaryDirectory(prefix="proxyccl-") as directory:
         made = Path(directory, "kernels.so")
         _run([*command, "-o", str(made)], text, "compile", lambda: _announce(kernels))

@@ -208,8 +208,7 @@ class Endpoints:
             low, high = sorted((self._rank, peer))
             name, rank, world_size = f"{runtime}-{low}-{high}", int(self._rank > peer), 2
             whole, members = self, [low, high]
-        # The store's prefix contains a count of attempts and not the GPU's index, because a GPU's index may differ
-        # between ranks.
+        # The store's prefix has a count of attempts instead of the GPU's index, which may differ between ranks.
         place = dist.PrefixStore(f"proxyccl-{name}-{self._meetings[name]}", self.store)
         bootstrap = StoreBootstrap(place, rank, world_size)
         self._bootstraps.append(bootstrap)
@@ -253,8 +252,7 @@ class Endpoints:
             splits = whole is not None and all(bootstrap.all_gather(answer, seconds, self._require_open))
         if splits:
             assert splittable is not None
-            # This call is outside `transferring`, because errors of a failed split already have the rank numbers of
-            # `whole`.
+            # This call is outside `transferring`, because a failed split's errors already have rank numbers of `whole`.
             return splittable.split(members, timeout=seconds, bootstrap=bootstrap, invariant=self.invariant)
         with self.transferring(peer):
             own = self._runtimes.of(device)

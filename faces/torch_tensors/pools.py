@@ -47,8 +47,7 @@ def require_torch(runtime: str) -> Any:
         raise RuntimeUnavailableError(
             f"memory_pool: torch {torch.__version__} is built for {built_for}; the communicator uses {runtime}"
         )
-    # torch up to 2.7, which has MemPoolContext, frees a pool's memory by the default allocator unless the pool is in
-    # use.
+    # torch up to 2.7 (MemPoolContext) frees a pool's memory by the default allocator unless the pool is in use.
     if not hasattr(torch.cuda, "MemPool") or hasattr(torch.cuda, "MemPoolContext"):
         raise RuntimeUnavailableError(f"memory_pool: this is torch {torch.__version__}; {NEEDED}")
     return torch

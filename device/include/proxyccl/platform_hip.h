@@ -26,8 +26,7 @@
    __hip_atomic_compare_exchange_strong(p, expected, desired, __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE, \
                                         PROXYCCL_HIP_SCOPE_##SCOPE))
 
-// Split a memory order into two parts: a release, made by a fence before the access, and the remaining order of the
-// access itself.
+// Split a memory order into a release, made by a fence before the access, and the access's own remaining order.
 #define PROXYCCL_HIP_RELEASE_RELAXED(SCOPE) static_cast<void>(0)
 #define PROXYCCL_HIP_RELEASE_RELEASE(SCOPE) ::proxyccl::hip::release##SCOPE()
 #define PROXYCCL_HIP_RELEASE_ACQ_REL(SCOPE) ::proxyccl::hip::release##SCOPE()

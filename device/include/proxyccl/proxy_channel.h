@@ -129,8 +129,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     Fifo{fifo}.push(makeValueTrigger(PROXYCCL_OP_SIGNAL, channel, 0, 0, value, 8), control);
   }
 
-  /// Does put() and signal() as one operation, which is cheaper than two. The parameters and the result are those of
-  /// put().
+  /// Does put() and signal() as one operation, which is cheaper than two. See put() for the parameters and the result.
   PROXYCCL_DEVICE uint64_t putWithSignal(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     return push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dst_memory, dstOffset, src_memory, srcOffset, size);
   }
@@ -144,8 +143,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dstMemory, dstOffset, srcMemory, srcOffset, size);
   }
 
-  /// Does put(), signal() and flush() as one operation. The parameters are those of put(), and the result is that of
-  /// flush().
+  /// Does put(), signal() and flush() as one operation, with the parameters of put() and the result of flush().
   PROXYCCL_DEVICE bool putWithSignalAndFlush(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     return waitFlushed(push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL | PROXYCCL_OP_FLUSH, dst_memory, dstOffset,
                             src_memory, srcOffset, size));
@@ -265,8 +263,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return Fifo{fifo}.push(makeValueTrigger(op, channel, dst_memory, dstOffset, carried, sizeof(T)), control);
   }
 
-  // Pushes an operation, as several triggers if it moves more than PROXYCCL_MAX_TRIGGER_BYTES, and returns the last
-  // trigger's ticket.
+  // Pushes an operation, in triggers of at most PROXYCCL_MAX_TRIGGER_BYTES, and returns the last trigger's ticket.
   PROXYCCL_DEVICE uint64_t push(uint32_t op, uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory,
                                 uint64_t srcOffset, uint64_t size) const {
     if (op & PROXYCCL_OP_DATA) {
