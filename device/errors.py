@@ -111,15 +111,11 @@ class KernelError(ProxyCCLError):
 
 
 class DriverError(KernelError):
-    """A call into a GPU's driver failed. If a kernel failed, any later call may raise this error.
-
-    Attributes:
-        status: the driver's status code.
-    """
+    """A call into a GPU's driver failed. If a kernel failed, any later call may raise this error."""
 
     def __init__(self, call: str, status: int, meaning: str) -> None:
         super().__init__(f"{call}: {meaning} (status {status})")
-        self.status = status
+        self.status = status  # the driver's status code
 
 
 class CommunicatorError(ProxyCCLError):

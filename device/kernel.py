@@ -72,9 +72,6 @@ class Launch:
     """A launch with packed arguments. Calling the object launches the kernel.
 
     Before the launch, the proxies of all channels among the arguments are woken (`sleepers`).
-
-    Attributes:
-        prepared: the ProxycclLaunch (launch.h), for callers in C.
     """
 
     def __init__(self, kernel: Kernel, grid: Shape, block: Shape, args: tuple[Any, ...], shared: int) -> None:
@@ -84,7 +81,7 @@ class Launch:
         self._values, self._kept = kernel.pack(args)
         self._parameters = ffi.new("void *[]", [*map(ffi.from_buffer, self._values), ffi.NULL])
         calls = kernel.runtime.calls
-        self.prepared = ffi.new("ProxycclLaunch *")
+        self.prepared = ffi.new("ProxycclLaunch *")  # the ProxycclLaunch (launch.h), for callers in C
         set_functions(ffi, self.prepared, calls, "current", call="launch")
         self.prepared.context, self.prepared.function = calls.context, kernel.function
         self.prepared.grid, self.prepared.block = _dimensions(grid, "grid"), _dimensions(block, "block")

@@ -91,29 +91,26 @@ class _PinnedBoxes:
 class ScheduleMemories:
     """Finds the schedules' memory that holds an array, or returns staging memory for the array. All ranks construct a
     `ScheduleMemories` together.
-
-    Attributes:
-        staged_together: whether all ranks make staging memory together, including ranks that need none.
-        pinned_bytes: the greatest size of a schedule's input or output, in bytes, that CPUs copy through pinned memory.
-        own_box_bytes: the greatest size, in bytes, of a copy within the device that goes through the next rank's
-            memory.
-        reduction_words: device memory with the words from `CHUNKS_DONE` to `OPENED`, which are 0 while no kernel runs.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        # Whether all ranks make staging memory together, including ranks that need none.
         self.staged_together = group.schedules_need_registration
         defaults = group.runtime.launch_defaults
         staged_bytes = defaults.staged_pinned_bytes * (group.world_size - 1)
+        # The greatest size of a schedule's input or output, in bytes, that CPUs copy through pinned memory.
         self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
         # All ranks get the same `own_box`, because they share a host and thus a driver.
         own_box = group.world_size > 1 and not self.staged_together
+        # The greatest size, in bytes, of a copy within the device that goes through the next rank's memory.
         self.own_box_bytes = defaults.own_box_bytes * (group.world_size - 1) if own_box else 0
         # The next rank's box is mapped now, because a graph capture may be the first to use the box.
         self._box = allocate(group, self.own_box_bytes, "uint8", "staging") if self.own_box_bytes else None
         self._own_box = _at_next(group, self._box)
         self._stages: dict[Side, list[Array]] = {}
         self._boxes: _PinnedBoxes | None = None
+        # Device memory with the words from `CHUNKS_DONE` to `OPENED`, which are 0 while no kernel runs.
         self.reduction_words = group.device_memory.allocate((OPENED + 1) * _WORD_BYTES, "channels")
         if not self.staged_together:
             group.symmetric.serve(group.links.proxy)

@@ -53,9 +53,6 @@ class RingSlots:
         slot_bytes: the greatest size of a send in bytes.
         slots: the number of sends to a neighbour that need not wait for a receive.
 
-    Attributes:
-        neighbours: the ranks before and after this rank, which with two ranks are the same.
-
     Raises:
         ResourceError: the device has no memory left, or a proxy has no ids left for memory or channels.
         ArgumentError: this rank can't access a neighbour's memory.
@@ -63,6 +60,7 @@ class RingSlots:
 
     def __init__(self, group: Group, slot_bytes: int, slots: int) -> None:
         self._group, self._slot_bytes, self._slots = group, slot_bytes, slots
+        # The ranks before and after this rank, which with two ranks are the same.
         self.neighbours = _neighbours(group.rank, group.world_size)
         up, down = schedule_channels(group, self.neighbours, 2)  # `up`: to higher ranks, `down`: to lower ranks
         nbytes = 2 * len(self.neighbours) * slots * slot_bytes

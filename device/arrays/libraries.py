@@ -134,15 +134,12 @@ def _find_library(kind: type) -> _Library:
 
 
 class _Libraries(dict[type, _Library]):
-    """The `_Library` of each array type, found at the type's first lookup.
-
-    Attributes:
-        tensor_types: by type of torch's tensors, the capsule of DLPack's exchange functions in C. Only types whose
-            tensors have memory of their own are included.
-    """
+    """The `_Library` of each array type, found at the type's first lookup."""
 
     def __init__(self) -> None:
         super().__init__()
+        # By type of torch's tensors, the capsule of DLPack's exchange functions in C. Only types whose tensors have
+        # memory of their own are included.
         self.tensor_types: dict[type, object] = {}
 
     def __missing__(self, kind: type) -> _Library:

@@ -57,9 +57,6 @@ class Endpoints:
         runtimes: the runtimes of this rank's GPUs. If None, the runtimes of `whole` are shared; if `whole` is also
             None, new runtimes are opened.
         invariant: passed to `Communicator`; None takes the setting of `whole`.
-
-    Attributes:
-        invariant: the argument `invariant`, or if the argument is None, the setting of `whole`.
     """
 
     def __init__(
@@ -81,6 +78,7 @@ class Endpoints:
         if runtimes is None:
             runtimes = DeviceRuntimes() if whole is None else whole._runtimes
         self._runtimes: DeviceRuntimes = runtimes
+        # The argument `invariant`, or if the argument is None, the setting of `whole`.
         self.invariant: bool | None = whole.invariant if invariant is None and whole is not None else invariant
         self._lock = threading.Lock()
         self._making: dict[_Key, _Making] = {}

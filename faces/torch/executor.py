@@ -24,15 +24,12 @@ _LOOK_SECONDS = 0.05
 class Executor:
     """A queue of tasks and the thread that runs them. The thread starts when the first task is queued, and first calls
     `begin`.
-
-    Attributes:
-        ended: the number of tasks that the thread has completed.
     """
 
     def __init__(self, name: str, begin: Task = lambda: None) -> None:
         self._name = name
         self._begin = begin
-        self.ended = 0
+        self.ended = 0  # the number of tasks that the thread has completed
         self._changed = threading.Condition()
         self._tasks: deque[Task] = deque()
         self._runner: int | None = None  # the thread that runs a task

@@ -84,17 +84,6 @@ class Session:
         choose_idle: returns the idle policy for a client that requests no policy.
         request_report: called with a job and a cause when the client asks for a report; must not wait.
         introductions: connects the client to other processes.
-
-    Attributes:
-        name: the client's name in logs and errors.
-        description: the rank that the proxy works for; None until a proxy is open, or if the client gave no
-            description.
-        since: time.monotonic() when the client connected.
-        request: name of the method whose request is in progress, and time.monotonic() when the request arrived; None
-            without a request.
-        failure: the failure of the worker that failed last; None if no worker has failed.
-        served: the client's proxy, whose state can be read even after the proxy has ended.
-        threads: the threads that run the client's workers.
     """
 
     def __init__(
@@ -122,14 +111,19 @@ class Session:
         self._answered = False
         self.greeted = False  # whether both hellos have been exchanged
         self._end_within: float | None = None
-        self.threads: Sequence[ProxyThread] = ()
-        self.name = "a client"
+        self.threads: Sequence[ProxyThread] = ()  # the threads that run the client's workers
+        self.name = "a client"  # the client's name in logs and errors
         self.pid: int | None = None
+        # The rank that the proxy works for; None until a proxy is open, or if the client gave no description.
         self.description: Description | None = None
         self.device_id = ""
-        self.since = time.monotonic()
+        self.since = time.monotonic()  # time.monotonic() when the client connected
+        # Name of the method whose request is in progress, and time.monotonic() when the request arrived; None without a
+        # request.
         self.request: tuple[str, float] | None = None
+        # The failure of the worker that failed last; None if no worker has failed.
         self.failure: ProxyFailure | None = None
+        # The client's proxy, whose state can be read even after the proxy has ended.
         self.served: ProxyService | None = None
 
     def run(self) -> None:
