@@ -83,9 +83,7 @@ def written(path: Path, text: str) -> Path:
 
 
 def headers_of(source: Path, found: set[Path]) -> set[Path]:
-    """Returns the project's headers that a source includes, directly or not, so that a changed header rebuilds only the
-    sources that include it.
-    """
+    """Returns the headers that a source includes, even indirectly, so that a changed header rebuilds its sources."""
     for name in re.findall(r'^#include "(.+)"', source.read_text(), re.MULTILINE):
         for directory in (source.parent, "device", *INCLUDE_DIRS):
             path = Path(os.path.normpath(Path(directory, name)))

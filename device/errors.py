@@ -58,8 +58,7 @@ class UntrustedPathError(ArgumentError):
 
 
 class AlreadyMappedError(ArgumentError):
-    """Memory can't be mapped while this process still maps freed memory that had the same address in the exporting
-    process."""
+    """Memory can't be mapped while this process maps freed memory of the same address in the exporting process."""
 
 
 class ResourceError(ProxyCCLError):

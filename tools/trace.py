@@ -1,8 +1,7 @@
 """`proxyccl trace`: records the activity of this machine's proxies and agents in Chrome's trace format.
 
 Perfetto (https://ui.perfetto.dev) and chrome://tracing display files in this format, whose documentation is "Trace
-Event Format". A send of a schedule is recorded in the same format as a trigger, with the schedule's number instead of a
-ring and a ticket.
+Event Format". A send of a schedule is recorded like a trigger, with the schedule's number for ring and ticket.
 """
 
 from __future__ import annotations

@@ -21,9 +21,7 @@ from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError, ProtocolError
 
 _Times = Counter[tuple[int, int]]
-"""How often something happens, counted by the chunks and the unit of the enclosing pipeline; the key is (0, 0) outside
-of pipelines.
-"""
+"""How often something happens, by the enclosing pipeline's (chunks, unit), which is (0, 0) outside pipelines."""
 
 PACKET_PAYLOAD = 8
 """Bytes of data in a packet."""
@@ -283,9 +281,7 @@ class ExecutionPlan:
                 )
 
     def _check_inside(self, rank: int) -> None:
-        """Requires that all threadblocks of a barrier arrive equally often, and that each semaphore is released as
-        often as acquired.
-        """
+        """Requires equally frequent arrivals at a barrier, and as many releases as acquisitions of each semaphore."""
         barriers: dict[int, dict[int, _Times]] = {}
         sizes: dict[int, int] = {}
         semaphores: dict[int, list[_Times]] = {}

@@ -90,8 +90,7 @@ class Reporter(Observer):
     def failed(self) -> None:
         """Reports the communicator's failure in the calling thread.
 
-        Also reports on the process's other communicators, whose waits may be the cause, and asks their ranks for
-        reports.
+        Also reports on the process's other communicators, whose waits may be the cause, and asks their ranks.
         """
         try:
             if self._enabled and self._group.control.record().code not in _UNREPORTED:
@@ -129,8 +128,7 @@ class Reporter(Observer):
                 error.add_note(note)
 
     def write(self, cause: str) -> Path | None:
-        """Writes a report, and prints its path to stderr. If a daemon runs the proxy, also asks the daemon for a
-        report.
+        """Writes a report, and prints its path to stderr. Also asks the daemon of the proxy, if any, for a report.
 
         Returns the report's path; None if the reporter is closed, or the file can't be written.
         """

@@ -1,5 +1,4 @@
-"""Sends arrays between neighbours in the ring of ranks. A send waits for a receive only if the neighbour has no free
-slot.
+"""Sends arrays between neighbours in the ring of ranks. A send waits only if the neighbour has no free slot.
 
 Each rank has send slots and receive slots for each neighbour, and uses them cyclically. In a send, the caller's stream
 copies the array to a send slot, and the proxy moves the data to the neighbour's receive slot. A receive copies the data
@@ -41,8 +40,7 @@ class _Flow:
 
 
 class RingSlots:
-    """Slots between the ranks of a group and their neighbours. All ranks construct a `RingSlots` together, with the
-    same arguments.
+    """Slots between a group's ranks and their neighbours. All ranks construct a `RingSlots` together and alike.
 
     A rank's sends and receives run one after the other in the order of the calls, even if the calls are on different
     streams. A send delays the caller's stream only until the data is in this rank's slot.

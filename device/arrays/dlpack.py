@@ -60,9 +60,7 @@ _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _DLTENSOR = b"dltensor"
 _REFUSALS = (BufferError, RuntimeError, TypeError, ValueError)
-"""The errors that libraries raise if they can't export an array, for example because its memory was donated or
-deleted.
-"""
+"""Errors of libraries that can't export an array, for example because its memory was donated or deleted."""
 
 # The objects that keep each exported tensor's memory alive until its consumer calls the deleter.
 _exported: dict[int, tuple[object, ...]] = {}

@@ -3,8 +3,7 @@
 The key covers the source with its includes, the options, the compiler and every shipped header, so a cached file is
 never stale. A file ends with its length and digest, so a damaged file is detected and compiled again. A new file is
 written under a temporary name and moved into place. If several threads or processes need a source at the same time, the
-first compiles it and the others wait. Cached code runs as this user, so neither the directory nor a file may be another
-user's.
+first compiles it and the others wait. Cached code runs as this user, who must own the directory and the files.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ os.register_at_fork(after_in_child=_building.clear)  # a fork's child lacks the 
 
 
 def loaded_object(key_parts: tuple[str, ...], build: Callable[[], bytes], load: Callable[[Path], T]) -> T:
-    """Returns `load(path)` for the shared object with this key. If the cache has no object with this key, `build()`
-    returns its contents.
+    """Returns `load(path)` for the shared object with this key, which `build()` makes unless the cache has it.
 
     If the cache can't be used, this process keeps the file in memory, and a warning is issued once. Raises
     UntrustedPathError if other users can change the directory that ``PROXYCCL_CACHE`` names, and CompileError if the
@@ -199,8 +197,7 @@ def shipped_options(compiler: Compiler, architecture: str) -> tuple[str, ...]:
 
 
 def compiled_image(compiler: Compiler, source: str, options: tuple[str, ...]) -> bytes:
-    """Returns the GPU image of a source, from the cache or by compiling. The source may include only this library's
-    headers.
+    """Returns the GPU image of a source that includes only this library's headers, from the cache or by compiling.
 
     If the cache can't be used, this process keeps the image in memory, and a warning is issued once. Raises
     UntrustedPathError if other users can change the directory that ``PROXYCCL_CACHE`` names, and CompileError if the

@@ -33,8 +33,7 @@ def core_share(host_ranks: int, container_ranks: int) -> int:
 
 
 def cores_allowed(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> float | None:
-    """Returns the number of cores that control groups allow this process, by CPU quotas and cpusets; None if no limit
-    can be read.
+    """Returns the number of cores that control groups (CPU quotas, cpusets) allow; None if no limit can be read.
 
     Args:
         root: the directory at which control groups are mounted.

@@ -1,5 +1,4 @@
-"""Makes objects usable only in the process that made them, because a fork's child has copies of the objects but lacks
-their threads.
+"""Makes objects usable only in the process that made them: a fork's child copies objects without their threads.
 
 In the child, using an inherited object raises ClosedError, and its finalizer does nothing. The child may make its own
 objects.

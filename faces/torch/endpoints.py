@@ -148,8 +148,7 @@ class Endpoints:
     @contextmanager
     def bounded(self, device: torch.device, peer: int | None, seconds: float | None) -> Iterator[None]:
         """A context that bounds a call's waits by `seconds`, or if that is None, by the group's time-out. The context
-        changes the communicator's time-out, which affects no other call, because a communicator's calls on the CPU run
-        one after the other.
+        changes the communicator's time-out, which affects no other call: its calls on the CPU run one by one.
         """
         if seconds is None:
             yield

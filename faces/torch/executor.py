@@ -22,9 +22,7 @@ _LOOK_SECONDS = 0.05
 
 
 class Executor:
-    """A queue of tasks and the thread that runs them. The thread starts when the first task is queued, and first calls
-    `begin`.
-    """
+    """A queue of tasks and the thread that runs them, which starts with the first task and first calls `begin`."""
 
     def __init__(self, name: str, begin: Task = lambda: None) -> None:
         self._name = name
@@ -136,8 +134,7 @@ class GroupThreads:
         """Returns the thread that runs the callbacks of calls that the current thread makes.
 
         A callback may make calls, add callbacks to these calls and wait for them. So the callbacks of each nesting
-        depth run in a thread of their own. Each nesting depth has only one thread, so all ranks run their callbacks in
-        the same order.
+        depth run in a thread of their own, one per nesting depth, so all ranks run their callbacks in the same order.
         """
         return self.of(device, _callbacks.depth + 1)
 

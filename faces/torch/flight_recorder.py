@@ -6,8 +6,7 @@ neither sizes nor times, because recording them would slow down every call. The 
 the calls' numbers in their group.
 
 The watchdog is a thread that logs the oldest call in progress when a group fails. Without the watchdog, only the next
-call or a wait for a Work would report the failure, so a program that waits for its device would not learn of the
-failure.
+call or a wait for a Work would report the failure, which a program that waits for its device would not see.
 """
 
 from __future__ import annotations
@@ -103,8 +102,7 @@ def write_failure() -> None:
 
 
 def write_flight_record(prefix: str) -> Path:
-    """Writes the names of this process's latest calls, in progress and ended, for the analyzer of torch's flight
-    recorder.
+    """Writes the names of this process's latest calls, in progress and ended, for torch's flight recorder's analyzer.
 
     Args:
         prefix: the beginning of the file's path; this rank's number in the default group is appended.

@@ -201,8 +201,7 @@ class IssuedCalls:
 
     def choose(self, collective: str, output: torch.Tensor, nbytes: int, opts: Any) -> Choice:
         """Chooses a call's policy: how many multiprocessors the kernel takes, or that proxies make the call. For a call
-        of LEAST_BYTES or more the ranks agree on one policy. `nbytes` is the larger of the sizes of a rank's input and
-        output.
+        of LEAST_BYTES or more the ranks agree on one policy. `nbytes` is the size of the larger of input and output.
         """
         number = output.get_device()
         if nbytes < LEAST_BYTES or number < 0:
@@ -351,8 +350,7 @@ class IssuedCalls:
     def _is_queued(self, device: torch.device, *, waits: bool) -> bool:
         """Returns whether a collective on a GPU must be queued to the group's thread. An asynchronous collective is
         queued until the communicator exists, because other ranks may first wait for this rank in another group. A
-        synchronous collective is never queued; for such a collective, this function waits until the queued collectives
-        have been issued.
+        synchronous collective is never queued, but waits here until the queued collectives have been issued.
         """
         executor = self.threads.find(device, None)
         is_idle = executor is None or executor.is_idle

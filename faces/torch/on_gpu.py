@@ -43,8 +43,7 @@ def compile_early(rank: int, world_size: int) -> None:
     """Starts a thread that compiles kernels that the program will probably need, unless the cache already has them.
     Compiling a kernel takes a second. If the group has one rank, or if the program has not used a GPU, does nothing.
 
-    Each rank begins with a different kernel, because two ranks of a host that compile the same kernel wait for each
-    other.
+    Each rank begins with a different kernel, because ranks of a host wait for each other to compile the same one.
     """
     if world_size == 1 or not torch.cuda.is_initialized():
         return
@@ -63,8 +62,7 @@ def compile_early(rank: int, world_size: int) -> None:
 
 
 class DeviceRuntimes:
-    """The runtimes of a rank's GPUs. All communicators of the rank share these runtimes, so that each kernel is loaded
-    only once.
+    """The runtimes of a rank's GPUs. All of the rank's communicators share them, so that each kernel is loaded once.
 
     A driver may load a kernel only while the device is idle. So the kernel of transfers is loaded when the runtime is
     opened. A later load could deadlock, if it waited for a running kernel whose peer waits for the transfer.

@@ -79,8 +79,7 @@ _TorchOptions: Any = torch._C._distributed_c10d.Backend.Options
 
 
 class Options(_TorchOptions):
-    """Options of a process group, for the argument `pg_options` of torch's `init_process_group`, `new_group` and
-    `split_group`.
+    """Options of a process group: the `pg_options` of torch's `init_process_group`, `new_group` and `split_group`.
 
     Args:
         invariant: whether the bits of a reduced element depend only on the ranks' values of that element (see
@@ -233,8 +232,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         return part
 
     def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> Any:
-        """Makes a group of the ranks that are not excluded, all of which must call this function. Keeps the ranks'
-        order.
+        """Makes a group of the ranks that are not excluded, in the same order. All of them must call this function.
 
         Args:
             ranks_to_exclude: the excluded ranks, by their numbers in this group: all ranks that have failed, and
@@ -284,9 +282,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         return allocator(torch).allocator()
 
     def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
-        """Registers the memory of all pools of `mem_allocator` on the current device, and the memory that these pools
-        allocate later.
-        """
+        """Registers the memory that `mem_allocator`'s pools on the current device have now or allocate later."""
         device = torch.device("cuda", torch.cuda.current_device())
         with torch_errors(), self._communicator(device).memory_pool():
             pass
@@ -385,8 +381,7 @@ def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
 
 def _unused_part(store: Any, rank: int) -> dist.PrefixStore:
     """Returns a prefix of a group's store that no earlier group of the same name has used, because a destroyed group
-    may have left keys in the store. All ranks make the groups of one name in the same order, so each rank counts these
-    groups by itself.
+    may have left keys in the store. All ranks make groups of a name in the same order, and so count them alike.
     """
     # torchrun may keep the store when it restarts a job, and a failed rank may have made fewer groups than its peers.
     # So each attempt of the job has its own counts.

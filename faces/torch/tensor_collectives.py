@@ -115,9 +115,7 @@ _OF_BOOL = {
     _Kind.BOR: "max",
     _Kind.BXOR: "bxor",
 }
-"""The operators that reduce bools as bytes of 0 or 1. In torch, a sum of bools is true if any rank's value is true, so
-the sum is a maximum.
-"""
+"""The operators that reduce bools as bytes of 0 or 1. torch's sum of bools, true if any is, is a maximum."""
 REDUCIBLE = frozenset(getattr(torch, name) for name in reduction_dtypes() if hasattr(torch, name))
 
 

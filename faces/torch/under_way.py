@@ -83,9 +83,7 @@ class UnderWay:
             self.forget_ended(flow)
 
     def log(self, flow: Hashable) -> Callable[[_Call], None]:
-        """Returns a function that adds a call (number, name, ended) to a flow. Unlike `add`, the returned function does
-        not call `forget_ended`.
-        """
+        """Returns a function that adds a call (number, name, ended) to a flow, without `forget_ended`."""
         return self._flow(flow).calls.append
 
     def forget_ended(self, flow: Hashable) -> None:

@@ -25,9 +25,7 @@ _NO_LIMIT = timedelta(0)
 _LEAST = timedelta(microseconds=1)
 _POLL_SECONDS = 2e-4
 _SOON_SECONDS = 2e-4
-"""How long a wait on the host only yields the CPU between two checks; afterwards the wait sleeps. Most calls end within
-this time.
-"""
+"""How long a wait on the host only yields the CPU between checks before it sleeps. Most calls end within this time."""
 _futures = threading.Lock()
 """Held while a future is made for a call on a GPU. Programs rarely ask for futures, so all calls share one lock."""
 forks.hold_while_forking(_futures)

@@ -1,6 +1,4 @@
-"""Divides memory of an expert-parallel layer into *places* of equal size. torch's caching allocator puts each output of
-the layer in a free place.
-"""
+"""Divides an expert-parallel layer's memory into equal *places*; torch's allocator puts each output in a free one."""
 
 from __future__ import annotations
 

@@ -62,8 +62,7 @@ def allocator(torch: Any, allocate: str = memory_pool.ALLOCATE, free: str = memo
 
 
 class PoolUse:
-    """A group's use of its device's pool. All groups on a device share one pool. When the last group closes its use,
-    the pool is destroyed.
+    """A group's use of the pool that all groups on its device share; the last group's `close` destroys the pool.
 
     Attributes:
         pool: the torch.cuda.MemPool.

@@ -15,9 +15,7 @@ from triton.compiler import ASTSource
 
 _OLDEST_FOR_AMD = (3, 9)
 _SCRATCH_PARAMETERS = 2
-"""The number of pointers that Triton adds to a kernel's parameters, one to the compiler's scratch memory and one to a
-profiler's.
-"""
+"""The number of pointers that Triton adds to a kernel's parameters: the compiler's and a profiler's scratch memory."""
 
 
 def target_of(architecture: str) -> GPUTarget:

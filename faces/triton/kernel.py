@@ -128,8 +128,7 @@ class TritonKernel:
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compiles and loads the kernel for the types of the given arguments, and returns when all ranks have done so.
-        All ranks must call this function. Takes the arguments of a call of the kernel, without `stream`, and raises the
-        same errors.
+        All ranks must call this function. Takes the arguments of a call, without `stream`, and raises the same errors.
         """
         self._communicator.group.failure.require_usable()
         configs = self._configs or (None,)

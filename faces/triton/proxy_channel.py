@@ -325,8 +325,7 @@ def put_value_with_signal(channel, dst_offset, value, dtype: tl.constexpr):
 
 @jit
 def signal(channel, value=None):
-    """Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel has
-    arrived.
+    """Adds one to the peer's semaphore of this channel after the data of its earlier puts and gets has arrived.
 
     Args:
         value: instead of adding one, sets the semaphore to this count, which has the effect of several signals. If the
@@ -420,8 +419,7 @@ def wait_complete(channel, ticket):
 
 @jit
 def wait(channel):
-    """Waits for the peer's next signal and consumes it. After the wait, the data that the peer put before the signal
-    may be read.
+    """Waits for the peer's next signal and consumes it. Then the data that the peer put before it may be read.
 
     Only one program at a time may wait on a channel. If two programs wait, the interpreter ends the communicator with a
     TriggerError; on a GPU nothing checks this.
@@ -434,8 +432,7 @@ def wait(channel):
 
 @jit
 def wait_until(channel, value):
-    """Waits until the number of the peer's signals has reached a count, and consumes these signals. Returns whether the
-    count was reached.
+    """Waits until the peer's signals have reached a count, and consumes them. Returns whether the count was reached.
 
     Args:
         value: the number of signals since the channel was made. If this number of signals was consumed before, returns

@@ -19,9 +19,7 @@ from proxyccl.channels.transfers.regions import Region
 from proxyccl.proxy.codec import Codec, Message, Uint64
 
 _SLICE = 0.05
-"""The interval at which a wait checks whether a neighbour was lost, because a lost neighbour does not wake a wait for
-messages.
-"""
+"""The interval of checks for a lost neighbour, because a lost neighbour does not wake a wait for messages."""
 
 
 class Piece(Message, frozen=True):
@@ -58,8 +56,7 @@ _CODEC: Codec[Bucket | HasRead] = Codec(Bucket | HasRead, 64 << 20, name="messag
 
 class Chain:
     """A worker's links to the previous and the following worker of the chain. `previous` and `following` are the
-    metadata of these workers' agents, or None at an end of the chain. This object takes all messages that `agent`
-    receives.
+    metadata of these workers' agents, or None at an end of the chain. This object takes all messages of `agent`.
     """
 
     def __init__(

@@ -88,8 +88,7 @@ class DaemonClient(ProxyWords):
             started.
         timeout: returns the seconds that the daemon may take for an answer.
         address: the daemon's address; None for the node daemon at the default socket.
-        takes_private: whether a service in this process copies from memory that the daemon can't map; if False, such
-            memory is refused.
+        takes_private: whether a service in this process copies from memory that the daemon can't map, or refuses it.
 
     Attributes:
         daemon: the daemon's process id.

@@ -1,6 +1,4 @@
-"""Runs the process of a daemon: `proxyccl daemon` serves until a signal ends it; a job's own daemon serves until the
-job's ranks have ended.
-"""
+"""Runs a daemon's process: `proxyccl daemon` until a signal ends it, a job's own daemon until the ranks have ended."""
 
 from __future__ import annotations
 

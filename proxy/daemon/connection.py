@@ -1,6 +1,4 @@
-"""A rank's connection to the node daemon, which exchanges requests and answers, receives events, and notices the loss
-of the daemon.
-"""
+"""A rank's connection to the node daemon: exchanges requests and answers, receives events, notices its loss."""
 
 from __future__ import annotations
 

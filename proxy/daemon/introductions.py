@@ -16,8 +16,7 @@ from proxyccl.device.process import forks
 from proxyccl.device.process.threads import Thread
 
 Hand = Callable[[socket.socket], None]
-"""A function that sends a process one end of a connection, without waiting for the process. Raises OSError. The caller
-closes the socket.
+"""A function that sends a process, without waiting, one end of a connection, which the caller closes. Raises OSError.
 """
 
 

@@ -1,6 +1,4 @@
-"""Connects a rank to a job's own daemon. Ranks find the daemon by a socket name, and the first rank that needs the
-daemon starts it.
-"""
+"""Connects a rank to its job's own daemon, found by a socket name; the first rank that needs the daemon starts it."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ _LIMITING = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS")
 the order of its own kernels.
 """
 _PART_OF_DEVICE = "MIG"
-"""The prefix of the names of a GPU's parts. CUDA shows a process only one part: by default the first, so a variable
-that names a part is kept.
-"""
+"""The prefix of names of a GPU's parts. CUDA shows only one part, by default the first, so such a name is kept."""
 _PROGRAM = Path(__file__).with_name("job_main.py")
 _START_SECONDS = 30.0
 """The start may take this number of seconds even if the communicator's time-out is shorter: the time-out is meant for

@@ -50,9 +50,7 @@ LAYOUT = [CONTROL_BYTES, SharedWords.BYTES, int(engine.sizeof("ProxycclObserved"
 """Sizes of the structs in shared memory, which must be equal in the builds of both ends."""
 
 Descriptors: TypeAlias = Annotated[Sequence[int], "descriptors"]
-"""File descriptors that travel in a message's frame. A method takes descriptors as its first parameter, or returns
-them.
-"""
+"""Descriptors in a message's frame. A method takes descriptors as its first parameter, or returns descriptors."""
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -35,9 +35,7 @@ from proxyccl.proxy.workers import MAX_RINGS
 _FULL_MS = 100  # after descriptors have run out, milliseconds until the next accept()
 _DRAIN_SECONDS = 10.0
 MOST_GREETED = 128
-"""The highest number of connections that have not sent a hello. The number is limited because each of them has a thread
-and a descriptor.
-"""
+"""The most connections that have not sent a hello; each of them has a thread and a descriptor."""
 _SILENT_SECONDS = 1.0  # a client has at least this many seconds to send its hello
 
 START_SECONDS = 30.0
@@ -63,8 +61,7 @@ class DaemonOptions:
 
 class Attendance:
     """Decides when a job's own daemon ends. An `Attendance` records the live processes that have been clients, and the
-    time at which the last client disconnected. `starter` is the id of the process that starts the daemon and will
-    be a client.
+    time at which the last client disconnected. `starter` is the id of the process that starts the daemon.
     """
 
     def __init__(self, starter: int) -> None:

@@ -35,8 +35,7 @@ class SessionMemories:
 
     def map(self, handle: bytes, nbytes: int, undo: contextlib.ExitStack) -> Memory:
         """Maps the memory that a handle names, until `undo` is closed. A closed mapping is not cached, because the
-        owner may free the memory. Raises ArgumentError if the memory cannot be mapped, or has fewer than `nbytes`
-        bytes.
+        owner may free the memory. Raises ArgumentError for memory that can't be mapped or is shorter than `nbytes`.
         """
         try:
             memory = self._mappings.acquire(handle)

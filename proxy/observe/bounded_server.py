@@ -116,8 +116,7 @@ def split_address(text: str, port: int, argument: str) -> tuple[str, int]:
 
 
 class LocalPages(BaseHTTPRequestHandler):
-    """Base class of the handlers of HTTP servers. Requests are not logged, because they are frequent and a path may
-    contain a token.
+    """Base class of HTTP servers' handlers. Requests, which are frequent and may contain a token, are not logged.
 
     Attributes:
         host: the name or the address that the server listens at.

@@ -1,7 +1,6 @@
 """Lets observers find services: each service publishes a small file with its identity and the handles of its memory.
 
-The files are in a directory that only the user can enter. A service that is killed leaves its file behind, and the next
-observer removes the file.
+The files are in a directory that only the user can enter. Observers remove the files of killed services.
 """
 
 from __future__ import annotations
@@ -58,9 +57,7 @@ class Description(Message, frozen=True):
         return cls(rank, world_size, job, program, dict(ways or {}))
 
     def way_text(self, peer: int | None) -> str:
-        """Returns a text that says how descriptors of a peer's memory are passed; "" for a peer in this PID
-        namespace.
-        """
+        """Returns a text that says how descriptors of a peer's memory are passed; "" within this PID namespace."""
         return way_text(self.ways.get(peer, "")) if peer is not None else ""
 
 

@@ -201,9 +201,7 @@ class Observer:
 
 
 def snapshots(job: str | None = None, process: int | None = None) -> dict[Path, ServiceView]:
-    """Returns a dict that maps the paths of publications to the services' states. See `find` for the arguments. Raises
-    the errors of `find`.
-    """
+    """Returns the services' states by the paths of their publications. See `find` for the arguments and the errors."""
     views = {}
     for path, publication in find(job, process=process):
         with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # the service may have closed

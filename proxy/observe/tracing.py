@@ -28,9 +28,7 @@ _CHANNELS_EVERY_NS = 100_000_000
 """The time in ns between two reads of the channels' list, which take longer than to fetch records."""
 
 MOST_TRIGGERS = 500_000
-"""The number of triggers that are kept by default. The trace file then has at most about 250 MB, which a browser can
-still show.
-"""
+"""The number of triggers kept by default: a trace file of at most about 250 MB, which a browser can still show."""
 
 _PARITY = 1 << PARITY_SHIFT
 _KIND = (1 << lib.PROXYCCL_MARK_BITS) - 1

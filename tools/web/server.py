@@ -3,8 +3,7 @@
 Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 Anybody on the machine may connect, so every request needs the token that is part of the printed URL. `LocalPages`
-checks the token first. The Content-Security-Policy prevents the page from loading data from other servers or sending
-data to other servers.
+checks the token first. The Content-Security-Policy prevents the page from exchanging data with other servers.
 """
 
 from __future__ import annotations
