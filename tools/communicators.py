@@ -123,9 +123,7 @@ def _with_missing(first: RankPublication, seen: dict[int, RankView]) -> dict[int
 
 
 def rank_view(publication: RankPublication) -> RankView:
-    """Returns the view of a rank. Raises ArgumentError if the rank has ended or closed the communicator, or if the
-    rank's publication or segment is invalid.
-    """
+    """Returns the view of a rank. Raises ArgumentError if it is closed, or its publication or segment is invalid."""
     who = publication.description
     with contextlib.closing(open_published(publication.segment, segment_bytes(who.world_size))) as memory:
         segment = ControlSegment(memory)

@@ -159,9 +159,7 @@ def _state(view: RankView) -> str:
 
 
 def as_text(communicators: Sequence[CommunicatorView], seconds: float, *, verbose: bool) -> str:
-    """Returns the answer to VERBOSE STATUS, which lists all ranks, if `verbose` is set; otherwise the answer to STATUS,
-    which lists at most ten ranks of each kind.
-    """
+    """Returns the answer to STATUS, with at most ten ranks of each kind, or to VERBOSE STATUS, with all ranks."""
     return "\n".join(map(shown, _lines(communicators, seconds, len if verbose else lambda _: _MOST_RANKS))) + "\n"
 
 

@@ -60,9 +60,7 @@ def share_of_a_core(service: ServiceRates) -> str:
 
 
 def _values(channels: Sequence[ChannelRates], errors: int) -> tuple[object, ...]:
-    """Returns the cells of the columns "triggers" to "errors", for several channels together. A ring or connection that
-    several channels share is counted once.
-    """
+    """Returns the cells "triggers" to "errors" of several channels, with shared rings and connections counted once."""
     rings = {channel.ring: channel for channel in channels}.values()
     connections = {(channel.worker, channel.connection): channel for channel in channels}.values()
     per_s = ("triggers_per_s", "sends_per_s", "puts_per_s", "gets_per_s", "bytes_per_s")

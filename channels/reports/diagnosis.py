@@ -325,9 +325,7 @@ class _WaitGraph:
         return reasons
 
     def _at_daemon(self, communicator: str, rank: int, *, idle: bool = True) -> list[str]:
-        """Returns the statements of the node daemons' reports about a rank. If `idle` is true, the result includes the
-        statement that nothing is outstanding.
-        """
+        """Returns what node daemons report about a rank; if `idle` is true, also that nothing is outstanding."""
         own = self._reports[communicator].get(rank)
         name = f"{self._name(self._node(communicator, rank))}{self._inside(communicator)}"
         said = []

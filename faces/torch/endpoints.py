@@ -97,16 +97,12 @@ class Endpoints:
         return store
 
     def of_all(self, device: torch.device) -> Communicator:
-        """Returns the communicator of all ranks for a device. If the communicator does not exist, makes it together
-        with the other ranks, which must also call this function.
-        """
+        """Returns the communicator of all ranks for a device; if none exists, all ranks make it in this call."""
         made = self._made.get((device.type, device.index, None))
         return made if made is not None else self._make(device, None)
 
     def with_peer(self, device: torch.device, peer: int) -> Communicator:
-        """Returns the communicator with a peer for a device. If the communicator does not exist, makes it together with
-        the peer, which must also call this function.
-        """
+        """Returns the communicator with a peer for a device; if none exists, both ranks make it in this call."""
         made = self._made.get((device.type, device.index, peer))
         return made if made is not None else self._make(device, peer)
 
@@ -319,9 +315,7 @@ class Endpoints:
         return False
 
     def end_calls(self, peer: int | None, reason: str) -> None:
-        """Ends the calls in progress with a peer by aborting the communicators with this peer. If `peer` is None,
-        aborts the communicators of all ranks instead.
-        """
+        """Ends calls with a peer by aborting the communicators with the peer or, if `peer` is None, of all ranks."""
         with self._lock:
             made = [comm for (_, _, other), comm in self._made.items() if other == peer]
         for comm in made:

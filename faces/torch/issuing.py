@@ -291,9 +291,7 @@ class IssuedCalls:
     # -- other calls ---
 
     def require_process(self) -> None:
-        """Raises an error in a forked child. Callers must call this function before they take a lock, which another
-        thread of the parent may have held at the fork.
-        """
+        """Raises an error in a forked child. Call this before taking a lock, which the fork may have found taken."""
         if not self.process.is_here:
             with torch_errors():
                 self.process.require("the process group")
@@ -465,9 +463,7 @@ class IssuedCalls:
         return work
 
     def _log_failed_meeting(self, call: _Call, error: BaseException) -> None:
-        """Logs why the ranks could not make a communicator. The watchdog can't report this error, because the watchdog
-        checks only communicators that exist.
-        """
+        """Logs why no communicator could be made, because the watchdog checks only communicators that exist."""
         if isinstance(error, CommunicatorError) and not self._endpoints.has_met(call.device, call.peer):
             _logger.error("%s, call %d of rank %d: %s", call.name, call.number, self.rank, error)
 

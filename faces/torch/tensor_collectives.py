@@ -34,9 +34,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's elements as a contiguous tensor of one dimension, without gradient. The result is a view if
-    the tensor is plain (`is_plain`), otherwise a copy.
-    """
+    """Returns a tensor's elements in one dimension, without gradient: a view if the tensor is plain, else a copy."""
     return flat_view(tensor.contiguous().resolve_conj().resolve_neg())
 
 
@@ -46,9 +44,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies a call's result from `values`, which `flat` or `as_bytes` returned for this tensor, to the tensor. If
-    `values` is a view of the tensor, copies nothing.
-    """
+    """Copies a result from `values`, of `flat` or `as_bytes`, to the tensor, unless `values` is a view of it."""
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
 

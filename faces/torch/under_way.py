@@ -40,9 +40,7 @@ class _Flow:
         self.ended_count += count
 
     def count_ended(self) -> int:
-        """Counts the recorded calls that have ended. The calls end in order, so a binary search over the calls that can
-        be queried finds the last ended call.
-        """
+        """Counts the calls that have ended, by a binary search of those that can be queried: they end in order."""
         calls = list(self.calls)
         known = [place for place, call in enumerate(calls) if call[2] is not None]
         first, end = 0, len(known)  # the first call that has not ended is in this range

@@ -232,9 +232,7 @@ class DaemonClient(ProxyWords):
     resume_mappings = _asks(SessionService.resume_mappings)
 
     def add_memory(self, base: int, nbytes: int, key: int = 0, *, handle: HandleProvider | None = None) -> int:
-        """Makes the daemon map and register memory. Raises ArgumentError for memory that no other process can map,
-        unless the client was created with `takes_private`.
-        """
+        """Makes the daemon register memory. Raises ArgumentError for private memory, unless `takes_private` was set."""
         if handle is None:
             raise ArgumentError("memory", "the node daemon reaches memory only by a handle")
         try:

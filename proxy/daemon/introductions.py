@@ -1,6 +1,4 @@
-"""Lets the daemon connect processes that can't reach each other directly: the daemon makes a pair of connected sockets,
-and sends each process one of the sockets.
-"""
+"""Lets the daemon connect processes that can't reach each other: each gets one of a pair of connected sockets."""
 
 from __future__ import annotations
 

@@ -131,9 +131,7 @@ class LocalPages(BaseHTTPRequestHandler):
     host = "localhost"
 
     def parse_request(self) -> bool:
-        """Parses and checks a request. Returns False if the request is refused. If the request is accepted, the base
-        class calls the request's method, such as `do_GET`.
-        """
+        """Parses and checks a request. Returns whether the base class is to call its method, such as `do_GET`."""
         if not super().parse_request():
             if not self.requestline.split():  # the base class answers other malformed requests
                 self.send_error(400, "Bad request syntax")

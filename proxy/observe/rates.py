@@ -158,9 +158,7 @@ class Watch:
         self._views: dict[Path, ServiceView] = {}
 
     def rates(self) -> list[ServiceRates]:
-        """Returns the services' activity since the last call, ordered by job and rank. Services that started after the
-        last call are left out. Raises the errors of `find`.
-        """
+        """Returns the activity since the last call of services that ran then, by job and rank. Raises as `find`."""
         before, self._views = self._views, snapshots(*self._of)
         return [rates_between(before[path], view) for path, view in self._views.items() if path in before]
 
