@@ -74,13 +74,11 @@ class ExecutionPlans:
 
     def prepare(self, plan: ExecutionPlan, source: ArrayView, target: ArrayView, given: Reached) -> Launchable:
         """Prepares a plan for arrays that are disjoint or overlap as in an in-place call. All ranks call this together.
+        Raises ArgumentError if these ranks can't execute the plan.
 
         Args:
             plan: a plan that can execute the call.
             given: the registered arrays that peers access in place, the same on all ranks.
-
-        Raises:
-            ArgumentError: these ranks can't execute the plan.
         """
         resources = self._resources.get(plan.digest)
         if resources is None:

@@ -14,15 +14,13 @@ _KINDS = 3
 
 
 class ScheduleLinks:
-    """The channels of this rank's proxy that schedules use. All ranks make these channels together.
+    """The channels of this rank's proxy that schedules use. All ranks make these channels together. Raises
+    ResourceError if channel ids ran out.
 
     Attributes:
         posts: by peer, the channel on which both ranks post the addresses of their outputs.
         scratch_posts: by peer, the channel on which both ranks post addresses in scratch memory.
         sends: by peer, the channel on which both ranks send data.
-
-    Raises:
-        ResourceError: channel ids ran out.
     """
 
     def __init__(self, group: Group) -> None:
@@ -61,14 +59,12 @@ class ScheduleLinks:
 
 
 def schedule_channels(group: Group, peers: Sequence[int], kinds: int) -> list[dict[int, int]]:
-    """Makes channels to some peers. Returns their ids by kind and peer. All ranks call this together.
+    """Makes channels to some peers. Returns their ids by kind and peer. All ranks call this together. Raises
+    ResourceError if channel ids ran out.
 
     Args:
         peers: other ranks, each of which names this rank among its peers.
         kinds: the number of channels to each peer.
-
-    Raises:
-        ResourceError: channel ids ran out.
     """
     links = group.links
     links.prepare(peers)

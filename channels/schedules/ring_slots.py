@@ -43,17 +43,15 @@ class RingSlots:
     """Slots between a group's ranks and their neighbours. All ranks construct a `RingSlots` together and alike.
 
     A rank's sends and receives run one after the other in the order of the calls, even if the calls are on different
-    streams. A send delays the caller's stream only until the data is in this rank's slot.
+    streams. A send delays the caller's stream only until the data is in this rank's slot. Raises ResourceError if the
+    device has no memory left, or a proxy has no ids left for memory or channels, and ArgumentError if this rank can't
+    access a neighbour's memory.
 
     Args:
         group: at least two ranks; the group must not be used for anything else. The slots live until the group is
             released.
         slot_bytes: the greatest size of a send in bytes.
         slots: the number of sends to a neighbour that need not wait for a receive.
-
-    Raises:
-        ResourceError: the device has no memory left, or a proxy has no ids left for memory or channels.
-        ArgumentError: this rank can't access a neighbour's memory.
     """
 
     def __init__(self, group: Group, slot_bytes: int, slots: int) -> None:
@@ -80,15 +78,13 @@ class RingSlots:
         group.exchange.barrier("slots: all ranks have made their slots")
 
     def send(self, view: ArrayView, peer: int, stream: StreamLike) -> None:
-        """Sends an array to a neighbour. Work queued later on the stream may overwrite the array.
+        """Sends an array to a neighbour. Work queued later on the stream may overwrite the array. Raises
+        CommunicatorError if the group has failed.
 
         Args:
             view: the array, of at most `slot_bytes`.
             peer: a neighbour.
             stream: None on the host runtime; the call then returns when the array is in the neighbour's slot.
-
-        Raises:
-            CommunicatorError: the group has failed.
         """
         group, flow = self._group, self._sends[peer]
         with self._lock:

@@ -76,7 +76,9 @@ class DaemonRemote:
 
 
 class DaemonClient(ProxyWords):
-    """A rank's proxy in a daemon. See `ProxyService` for the methods, and for the arguments that are not listed.
+    """A rank's proxy in a daemon. See `ProxyService` for the methods, and for the arguments that are not listed. Raises
+    ArgumentError if there are fewer rings than threads, or the daemon can't access the device, and
+    RuntimeUnavailableError if there is no daemon, or it does not accept this process.
 
     Args:
         runtime: the runtime of the rank's kernels.
@@ -94,10 +96,6 @@ class DaemonClient(ProxyWords):
         daemon: the daemon's process id.
         daemon_started: start time of the daemon's process (`proxyccl.proxy.processes.start_of`).
         sleepers: the proxy's threads, which kernel launches wake.
-
-    Raises:
-        ArgumentError: there are fewer rings than threads, or the daemon can't access the device.
-        RuntimeUnavailableError: there is no daemon, or it does not accept this process.
     """
 
     def __init__(

@@ -131,7 +131,9 @@ def prepare_device(connection: socket.socket, timeout: float, runtime: str, devi
 
 
 class DaemonConnection:
-    """Sends requests to a daemon: one at a time, from any thread. A separate thread reads the daemon's messages.
+    """Sends requests to a daemon: one at a time, from any thread. A separate thread reads the daemon's messages. Raises
+    RuntimeUnavailableError if there is no daemon, or it does not accept this process, and ResourceError if there are
+    too few descriptors, or there is no memory for a thread.
 
     Args:
         timeout: returns the seconds that the daemon may take for an answer, in addition to the time that the request
@@ -144,10 +146,6 @@ class DaemonConnection:
     Attributes:
         daemon: the daemon's process id.
         daemon_started: start time of the daemon's process (`proxyccl.proxy.processes.start_of`).
-
-    Raises:
-        RuntimeUnavailableError: there is no daemon, or it does not accept this process.
-        ResourceError: there are too few descriptors, or there is no memory for a thread.
     """
 
     def __init__(

@@ -117,6 +117,8 @@ class Attendance:
 
 class Daemon:
     """A daemon. The constructor starts to listen, `serve` accepts clients, and `close` ends the clients' sessions.
+    Raises ArgumentError if an option is wrong, or the path names a file that is not a socket, and ResourceError if
+    another daemon listens at the path.
 
     Args:
         place: path of the socket to create, or a listening socket.
@@ -126,10 +128,6 @@ class Daemon:
     Attributes:
         path: path of the socket, as reports name it.
         reporter: writes the daemon's reports.
-
-    Raises:
-        ArgumentError: an option is wrong, or the path names a file that is not a socket.
-        ResourceError: another daemon listens at the path.
     """
 
     def __init__(

@@ -31,15 +31,12 @@ class BoundedServer(ThreadingTCPServer):
     """Serves at most `MOST` connections at a time, each in a thread. A further connection ends the oldest connection,
     so silent clients do not block the server.
 
-    Use the server as a context manager, or call `end`.
+    Use the server as a context manager, or call `end`. Raises ArgumentError if the port is not from 0 to 65535, or the
+    host has no address, and ResourceError if the port is in use, or this process may not use it.
 
     Args:
         host: name or address to listen at.
         port: the port; 0 for any free port.
-
-    Raises:
-        ArgumentError: the port is not from 0 to 65535, or the host has no address.
-        ResourceError: the port is in use, or this process may not use it.
     """
 
     daemon_threads = True

@@ -242,15 +242,12 @@ class _Records:
 
 class Tracer:
     """Records a service's activity until `stop`. Only one tracer at a time can record a service. Each worker begins to
-    record at the next poll of its rings.
+    record at the next poll of its rings. Raises ResourceError if another process traces the service, or the service's
+    file is gone, and ArgumentError if the service has ended.
 
     Args:
         path: the file of the service's publication.
         allowance: the number of triggers to keep, shared with other tracers; None for `MOST_TRIGGERS` in this tracer.
-
-    Raises:
-        ResourceError: another process traces the service, or the service's file is gone.
-        ArgumentError: the service has ended.
     """
 
     def __init__(self, path: Path, publication: Publication, allowance: Allowance | None = None) -> None:

@@ -36,7 +36,8 @@ def directory() -> Path:
 
 
 def write(group: str, who: str, number: int, text: str) -> Path:
-    """Writes a report of this process atomically.
+    """Writes a report of this process atomically. Raises OSError if the report can't be written, and UntrustedPathError
+    if other users can change the default directory.
 
     Args:
         group: eight random hexadecimal digits, which distinguish this process from other processes with the same
@@ -44,10 +45,6 @@ def write(group: str, who: str, number: int, text: str) -> Path:
         who: "rank" and its number, or "daemon".
         number: number of this report among the reports of the same `who`, from 1.
         text: the report's text.
-
-    Raises:
-        OSError: the report can't be written.
-        UntrustedPathError: other users can change the default directory.
     """
     where = directory().absolute()
     is_default = where == default_directory().absolute()
