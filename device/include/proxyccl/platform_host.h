@@ -32,8 +32,7 @@ struct ProxycclControl;
 // One OS thread runs one block at a time, so its thread-local memory is the block's shared memory.
 #define __shared__ static thread_local
 
-namespace proxyccl {
-namespace host {
+namespace proxyccl::host {
 
 constexpr uint64_t kStackBytes = 128 * 1024;  // size and alignment of a fiber's stack; only touched pages take memory
 constexpr uint64_t kFiberSlot = 256;          // bytes for the Fiber at the stack's top
@@ -100,13 +99,13 @@ void callKernel(void (*kernel)(Args...), void** args) {
   call(kernel, args, typename IndicesBelow<sizeof...(Args)>::Type{});
 }
 
-}  // namespace host
-}  // namespace proxyccl
+}  // namespace proxyccl::host
 
 #define threadIdx (::proxyccl::host::self()->thread_idx)
 #define blockIdx (::proxyccl::host::self()->block_idx)
 #define blockDim (::proxyccl::host::self()->block_dim)
 #define gridDim (::proxyccl::host::self()->grid_dim)
+PROXYCCL_DEVICE void __syncthreads() { ::proxyccl::host::self()->api->sync_block(::proxyccl::host::self()); }
 
 #define PROXYCCL_LOAD(p, ORDER, SCOPE) __atomic_load_n(p, __ATOMIC_##ORDER)
 #define PROXYCCL_STORE(p, v, ORDER, SCOPE) __atomic_store_n(p, v, __ATOMIC_##ORDER)
@@ -136,6 +135,8 @@ PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) {
 PROXYCCL_DEVICE void syncWarp() { ballotWarp(false); }
 PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) { return static_cast<uint32_t>(__builtin_popcountll(bits)); }
 PROXYCCL_DEVICE void fenceSystem() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
+PROXYCCL_DEVICE void syncThreadsDevice() { __syncthreads(); }
 PROXYCCL_DEVICE void* dynamicShared() { return host::self()->dynamic_shared; }
 
 // storeTrigger() stores word 0 by a relaxed store, then word 1, with the parity bit, by a release that publishes both
@@ -185,11 +186,6 @@ PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
 }  // namespace proxyccl
 
 // CUDA's names, so that a kernel written for a GPU compiles unchanged.
-PROXYCCL_DEVICE void __syncthreads() { ::proxyccl::host::self()->api->sync_block(::proxyccl::host::self()); }
-namespace proxyccl {
-PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
-PROXYCCL_DEVICE void syncThreadsDevice() { __syncthreads(); }
-}  // namespace proxyccl
 PROXYCCL_DEVICE void __threadfence() { ::proxyccl::fenceSystem(); }
 PROXYCCL_DEVICE void __threadfence_system() { ::proxyccl::fenceSystem(); }
 PROXYCCL_DEVICE void __threadfence_block() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
