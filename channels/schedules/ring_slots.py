@@ -24,19 +24,13 @@ _COPY = 1  # index of the copy in a receive's operations, where adjacent waits a
 
 
 class _Flow:
-    """This rank's sends to a neighbour, or its receives from a neighbour, with their slots.
-
-    Attributes:
-        channel: carries the flow's data, and in the opposite direction the signals that free slots.
-        count: the number of this rank's sends or receives so far.
-        begin: the offset of the flow's slots in this rank's memory.
-        sent: by slot, the event after the slot's latest send; only on GPUs.
-    """
+    """This rank's sends to a neighbour, or its receives from a neighbour, with their slots."""
 
     def __init__(self, channel: int, begin: int) -> None:
-        self.channel, self.begin = channel, begin
-        self.count = 0
-        self.sent: dict[int, Event] = {}
+        self.channel = channel  # carries the flow's data, and in the opposite direction the signals that free slots
+        self.begin = begin  # the offset of the flow's slots in this rank's memory
+        self.count = 0  # the number of this rank's sends or receives so far
+        self.sent: dict[int, Event] = {}  # by slot, the event after the slot's latest send; only on GPUs
 
 
 class RingSlots:

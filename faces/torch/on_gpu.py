@@ -111,23 +111,17 @@ def give_back_stream(device: torch.device, stream: Any) -> None:
 class GroupOnGpu:
     """The state of a process group on one GPU. Streams are passed as handles, because making one of torch's stream
     objects takes microseconds.
-
-    Attributes:
-        check: raises the error that ended the group, if it has failed.
-        order: an object that makes one stream of the GPU wait for another.
-        in_c: the state that the group's calls in C use.
-        current: returns the handle of torch's current stream on the GPU.
-        own, own_stream: the handle of the group's own stream, and torch's object for the stream.
     """
 
     def __init__(self, device: torch.device, check: Callable[[], None]) -> None:
         self.device = device
-        self.check = check
+        self.check = check  # raises the error that ended the group, if it has failed
         self.order = stream_order.of(open_driver(runtime_name(device)), device.index)
+        # Returns the handle of torch's current stream on the GPU.
         self.current: Callable[[], int] = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
-        self.in_c = Gpu(*self.order.in_c(), self)
+        self.in_c = Gpu(*self.order.in_c(), self)  # the state that the group's calls in C use
         self.own_stream = take_stream(device)
-        self.own: int = self.own_stream.cuda_stream
+        self.own: int = self.own_stream.cuda_stream  # the handle of the group's own stream
 
     def torch_stream(self, handle: int) -> Any:
         """Returns torch's object for the stream with this handle."""

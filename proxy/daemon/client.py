@@ -91,11 +91,6 @@ class DaemonClient(ProxyWords):
         timeout: returns the seconds that the daemon may take for an answer.
         address: the daemon's address; None for the node daemon at the default socket.
         takes_private: whether a service in this process copies from memory that the daemon can't map, or refuses it.
-
-    Attributes:
-        daemon: the daemon's process id.
-        daemon_started: start time of the daemon's process (`proxyccl.proxy.processes.start_of`).
-        sleepers: the proxy's threads, which kernel launches wake.
     """
 
     def __init__(
@@ -123,7 +118,7 @@ class DaemonClient(ProxyWords):
         self._segment = shared
         self.words = SharedWords(shared, shared_offset)
         self._threads = threads
-        self.sleepers = Sleepers()
+        self.sleepers = Sleepers()  # the proxy's threads, which kernel launches wake
         self._turns = self._watch_turns()
         self._own_options: dict[str, Any] = {
             "fifos": fifos,

@@ -142,10 +142,6 @@ class DaemonConnection:
         on_failure: called when a worker fails and when the daemon is lost, usually in the reading thread.
         watch_turns: returns a new `TurnWatch` of this rank's workers, for methods whose `needs_turns` is set.
         address: the daemon's address, which `hang_up` closes; None for the node daemon at the default socket.
-
-    Attributes:
-        daemon: the daemon's process id.
-        daemon_started: start time of the daemon's process (`proxyccl.proxy.processes.start_of`).
     """
 
     def __init__(
@@ -169,7 +165,7 @@ class DaemonConnection:
         self._closed = False
         self._process = forks.here()
         self.address = address or NodeDaemon(socket_path())
-        self._socket, self.daemon = self.address.connect(timeout())
+        self._socket, self.daemon = self.address.connect(timeout())  # `daemon` is the daemon's process id
         self.daemon_started = start_of(self.daemon)
         self._reader = Thread(
             self._read, f"{name}-daemon", failed=lambda error: self._lose(f"its reader has failed: {error!r}")

@@ -124,10 +124,6 @@ class Daemon:
         place: path of the socket to create, or a listening socket.
         options: see `DaemonOptions`.
         attendance: decides when a job's own daemon ends; None for a daemon that serves until `stop`.
-
-    Attributes:
-        path: path of the socket, as reports name it.
-        reporter: writes the daemon's reports.
     """
 
     def __init__(
@@ -150,7 +146,7 @@ class Daemon:
             self._listener = SocketFile(place) if isinstance(place, Path) else place
             undo.callback(self._listener.release)
             undo.callback(self._listener.close)
-            self.path = Path(self._listener.name)
+            self.path = Path(self._listener.name)  # as reports name the socket
             self._introductions = Introductions(self._listener.name)
             undo.callback(self._introductions.close)
             self._threads = [

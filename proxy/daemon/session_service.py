@@ -80,10 +80,6 @@ class SessionService:
         descriptors: descriptors of the control segment and the rings, which the caller closes.
         runtime, threads, idle, on_failure: see `ProxyService`.
         has_left: returns whether the client has hung up.
-
-    Attributes:
-        proxy: the service.
-        memories: the memory that is mapped for the client.
     """
 
     def __init__(
@@ -124,7 +120,7 @@ class SessionService:
             undo.pop_all()
         self._segment = segment
         self._has_left = has_left
-        self.memories = SessionMemories(self.proxy, runtime)
+        self.memories = SessionMemories(self.proxy, runtime)  # the memory that is mapped for the client
         self._sizes: dict[int, int] = {}  # maps a memory's first id to its size
         self._connections: list[Connection] = []
         self._channels: dict[int, Connection | None] = {}  # None if the client's process serves the channel
