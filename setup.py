@@ -19,9 +19,7 @@ GENERATED = Path("build/host_kernels")
 
 
 def kernel_libraries() -> dict[str, str]:
-    """Returns the source text of each library of shipped kernels for the CPU, by name. There are several libraries, so
-    that they build in parallel.
-    """
+    """Returns the sources of the libraries of shipped kernels for the CPU, by name; several, to build in parallel."""
     types = runpy.run_path("device/arrays/element_types.py")["ELEMENT_TYPES"]
     dispatches = ("dispatch", "dispatch_masks", "dispatch_shared_masks")
     files = ("combine", "dispatch", "places", "quantize", "spread", "weigh")

@@ -70,9 +70,7 @@ class ThreadblockChannels(Message, frozen=True):
 
 
 class RemoteBufferRefs(Message, frozen=True):
-    """The remote buffers that a threadblock accesses over channels of one type. An operation refers to a buffer by its
-    index in `remote_buffer_ids`.
-    """
+    """The remote buffers of a threadblock's channels of one type; operations name indices of `remote_buffer_ids`."""
 
     access_channel_type: ChannelType
     remote_buffer_ids: tuple[Uint32, ...]

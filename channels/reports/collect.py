@@ -53,9 +53,7 @@ from proxyccl.proxy.trigger import Operation
 CALLS = 16
 FRAMES = 64
 ANSWER_SECONDS = 0.3
-"""Seconds that kernels have to describe their waits. Kernels check for a question every few thousand spins, on the host
-runtime whenever they get a core.
-"""
+"""Seconds that kernels have to describe their waits; they check every few thousand spins, or when they get a core."""
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _SETTLED_SECONDS = 0.05
 _COPY_SECONDS = 0.5

@@ -262,9 +262,7 @@ class _WaitGraph:
         return failures
 
     def _proxies(self) -> list[Finding]:
-        """Returns findings of ranks whose kernels wait for their own proxy, whose proxies' sends do not complete, or
-        whose rings wait for a handler.
-        """
+        """Returns findings of ranks that wait for their own proxy, for its sends to complete, or for a handler."""
         findings = []
         for report in _all(self._reports):
             waits = [wait for wait in report.waits if wait.kind in OWN_PROXY_WAITS]

@@ -22,9 +22,7 @@ class DType(ElementType):
         return self.name
 
     def numpy(self) -> np.dtype[Any]:
-        """The numpy dtype. bfloat16 and float8 need the package ml_dtypes. Raises ArgumentError if ml_dtypes is not
-        installed, or lacks the type.
-        """
+        """The numpy dtype. Raises ArgumentError if ml_dtypes, for bfloat16 and float8, is missing or lacks the type."""
         import numpy as np
 
         with contextlib.suppress(TypeError):

@@ -20,9 +20,7 @@ graph captures and so takes longer. No place is taken during a graph capture.
 
 
 def open_places(runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int) -> OutputPlaces | None:
-    """Makes `count` places of `nbytes` bytes each in `memory`, beginning at the byte `offset`. If this version of torch
-    has no pools, returns None.
-    """
+    """Makes `count` places of `nbytes` each in `memory`, from byte `offset` on; None if this torch has no pools."""
     try:
         require_torch(runtime.name)
     except RuntimeUnavailableError:

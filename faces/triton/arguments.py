@@ -17,9 +17,7 @@ from proxyccl.device.kernel import FLOAT, INTEGER, POINTER
 from proxyccl.triton.grid_barrier import GridBarrier
 
 PROXY_CHANNEL, SM_CHANNEL, GRID_BARRIER = "*u64", "*i64", "*u32"
-"""The pointer types of channels' and barriers' handles in kernels. The types differ, so that a call with the wrong kind
-of handle does not compile.
-"""
+"""The pointer types of handles in kernels. They differ, so that a call with another kind fails to compile."""
 
 _ELEMENTS = {
     "float16": "fp16",

@@ -311,9 +311,7 @@ class DaemonClient(ProxyWords):
     def set_channel(
         self, channel: int, connection: Connection, remote_semaphore: int, *, handle: HandleProvider | None = None
     ) -> None:
-        """Puts a channel in use. `handle` (within the host) or `remote_semaphore` (between hosts) names the peer's word
-        that counts the channel's signals.
-        """
+        """Puts a channel in use. `handle`, or between hosts `remote_semaphore`, names the peer's count of signals."""
         if connection.private:
             self._own_service().set_channel(channel, connection, remote_semaphore)
             return

@@ -23,9 +23,7 @@ from proxyccl.proxy.processes import start_of
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 """Variables by which a launcher shows each rank only its own device."""
 _LIMITING = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS")
-"""Variables that limit how many queues of a device a process's streams use. Megatron sets the first variable to 1, for
-the order of its own kernels.
-"""
+"""Variables that limit a device's queues for a process. Megatron sets the first to 1, to order its own kernels."""
 _PART_OF_DEVICE = "MIG"
 """The prefix of names of a GPU's parts. CUDA shows only one part, by default the first, so such a name is kept."""
 _PROGRAM = Path(__file__).with_name("job_main.py")
@@ -173,9 +171,7 @@ def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> Non
 
 
 def _environment() -> dict[str, str]:
-    """Returns the daemon's environment: this process's environment and module path, without the variables that hide
-    devices or limit devices' queues.
-    """
+    """Returns this process's environment and module path, without the variables that hide devices or limit queues."""
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -147,9 +147,7 @@ class Failed(Reply, frozen=True):
 
 
 class Introduced(Reply, frozen=True):
-    """An event: another process has connected to the client's server of descriptors. The event's frame carries the
-    client's end of the connection.
-    """
+    """An event: a process has connected to the client's server of descriptors; the frame carries the client's end."""
 
 
 class Ending(Reply, frozen=True):

@@ -142,9 +142,7 @@ class SessionService:
 
     @method()
     def add_pinned_memory(self, handle: bytes) -> MemoryId:
-        """Maps pinned memory by its handle, and registers the memory for copies by the device and by the CPU. Returns
-        the first of the memory's ids.
-        """
+        """Maps pinned memory, and registers it for copies by the device and the CPU. Returns the first of its ids."""
         with contextlib.ExitStack() as undo:
             memory = self.memories.map_pinned(handle, undo)
             return self._register(memory.nbytes, lambda: self.proxy.add_pinned_memory(memory), undo)

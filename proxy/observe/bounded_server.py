@@ -162,9 +162,7 @@ class LocalPages(BaseHTTPRequestHandler):
 
 
 def is_here(header: str, host: str) -> bool:
-    """Whether a Host header names this machine: by an address, as localhost, by the machine's own name, or by the name
-    `host` at which the server listens.
-    """
+    """Whether a Host header names this machine: an address, localhost, the machine's name, or the served `host`."""
     text = header.strip().lower()
     name = text if text.endswith("]") else text.rpartition(":")[0] or text
     if name in {"localhost", host.lower(), platform.node().lower()}:

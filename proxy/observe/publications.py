@@ -161,9 +161,7 @@ def try_publish(publication: Publication) -> Path | None:
 
 
 def try_write(name: str, data: bytes) -> Path | None:
-    """Calls `write`. If the call fails, logs the error (each error only once) and returns None, because a service works
-    without observers.
-    """
+    """Calls `write`. Logs each error once and then returns None, because a service works without observers."""
     try:
         return write(name, data)
     except (OSError, ArgumentError) as error:
