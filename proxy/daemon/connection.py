@@ -162,7 +162,7 @@ class DaemonConnection:
         self._numbers = itertools.count()
         self._awaited: set[int] = set()  # the numbers of unanswered requests
         self._lost = ""
-        self._closed = False
+        self.is_closed = False  # whether this process has closed the connection
         self._process = forks.here()
         self.address = address or NodeDaemon(socket_path())
         self._socket, self.daemon = self.address.connect(timeout())  # `daemon` is the daemon's process id
@@ -180,12 +180,7 @@ class DaemonConnection:
     @property
     def is_open(self) -> bool:
         """Whether the daemon takes requests: it is not lost, and this process has not closed the connection."""
-        return not self._closed and not self._lost
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether this process has closed the connection."""
-        return self._closed
+        return not self.is_closed and not self._lost
 
     def ask(self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls a method of the daemon (`proxyccl.proxy.daemon.protocol.method`). Returns the method's result.
@@ -209,10 +204,10 @@ class DaemonConnection:
     def _result(self, method: Method, request: Request, descriptors: Sequence[int]) -> object:
         self._process.require("the proxy service")
         with self._lock:
-            if self._closed:
+            if self.is_closed:
                 raise ClosedError("the proxy service is closed")
             answer = self._exchange(method, request, descriptors) if not self._lost else None
-            if answer is None and self._closed:  # a signal handler has closed the connection
+            if answer is None and self.is_closed:  # a signal handler has closed the connection
                 raise ClosedError("the proxy service is closed")
         if isinstance(answer, Refused):
             raise answer.exception()
@@ -287,7 +282,7 @@ class DaemonConnection:
         self._lose(reason)
 
     def _lose(self, reason: str) -> None:
-        if self._lost or self._closed:
+        if self._lost or self.is_closed:
             return
         self._lost = reason
         with self._news:
@@ -319,7 +314,7 @@ class DaemonConnection:
 
     def hang_up(self) -> None:
         """Closes the socket and ends the reading thread."""
-        self._closed = True
+        self.is_closed = True
         with self._news:
             self._news.notify_all()
         with contextlib.suppress(OSError):

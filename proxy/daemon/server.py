@@ -135,14 +135,15 @@ class Daemon:
         reports = files.wanted()
         self._attendance = attendance
         self._stopping = False
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        # A byte that is written to `wake_descriptor` wakes `serve`.
+        self._wake_read, self.wake_descriptor = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._lock = threading.Lock()
         self._sessions: dict[Session, threading.Thread] = {}
         self._runtimes: dict[str, Runtime] = {}
         self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by device
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._wake_read)
-            undo.callback(os.close, self._wake_write)
+            undo.callback(os.close, self.wake_descriptor)
             self._listener = SocketFile(place) if isinstance(place, Path) else place
             undo.callback(self._listener.release)
             undo.callback(self._listener.close)
@@ -171,11 +172,6 @@ class Daemon:
         with self._lock:
             return len(self._sessions)
 
-    @property
-    def wake_descriptor(self) -> int:
-        """A byte written to this descriptor wakes `serve`."""
-        return self._wake_write
-
     def stop(self) -> None:
         """Makes `serve` return. Any thread and any signal handler may call this method."""
         self._stopping = True
@@ -183,7 +179,7 @@ class Daemon:
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # a full pipe: `serve` is awake
-            os.write(self._wake_write, b"x")
+            os.write(self.wake_descriptor, b"x")
 
     def serve(self) -> None:
         """Accepts clients until `stop`, or, in a job's own daemon, until all clients have ended."""
@@ -317,7 +313,7 @@ class Daemon:
         self._introductions.close()
         if self._attendance is not None:
             self._attendance.close()
-        for descriptor in (self._wake_read, self._wake_write):
+        for descriptor in (self._wake_read, self.wake_descriptor):
             os.close(descriptor)
         log.info("ended")
 
