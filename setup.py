@@ -19,9 +19,7 @@ GENERATED = Path("build/host_kernels")
 
 
 def kernel_libraries() -> dict[str, str]:
-    """Returns the source text of each library of shipped kernels for the CPU, by name. There are several libraries, so
-    that they build in parallel.
-    """
+    """Returns the sources of the libraries of shipped kernels for the CPU, by name; several, to build in parallel."""
     types = runpy.run_path("device/arrays/element_types.py")["ELEMENT_TYPES"]
     dispatches = ("dispatch", "dispatch_masks", "dispatch_shared_masks")
     files = ("combine", "dispatch", "places", "quantize", "spread", "weigh")
@@ -83,9 +81,7 @@ def written(path: Path, text: str) -> Path:
 
 
 def headers_of(source: Path, found: set[Path]) -> set[Path]:
-    """Returns the project's headers that a source includes, directly or not, so that a changed header rebuilds only the
-    sources that include it.
-    """
+    """Returns the headers that a source includes, even indirectly, so that a changed header rebuilds its sources."""
     for name in re.findall(r'^#include "(.+)"', source.read_text(), re.MULTILINE):
         for directory in (source.parent, "device", *INCLUDE_DIRS):
             path = Path(os.path.normpath(Path(directory, name)))

@@ -28,7 +28,7 @@ from program import common_arguments, describe, end_if_it_hangs, heading
 
 from proxyccl import Communicator
 from proxyccl.device.errors import RuntimeUnavailableError
-from proxyccl.proxy.daemon.client import daemon_process
+from proxyccl.proxy.daemon.connection import daemon_process
 from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.observe.publications import find
 from proxyccl.proxy.observe.reader import Observer

@@ -32,7 +32,7 @@ from program import common_arguments, describe, end_if_it_hangs, heading
 
 from proxyccl import Communicator, Operation, ProxyChannel, RegisteredMemory, Trigger
 from proxyccl.proxy._engine import ffi
-from proxyccl.proxy.daemon.client import missing_in_daemon
+from proxyccl.proxy.daemon.connection import missing_in_daemon
 from proxyccl.proxy.processes import stat_of
 from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table

@@ -1123,9 +1123,9 @@ def weights_section(result: Result) -> Section:
     rows, tensors, extent = result["results"], result["tensors"], result["extent"]
     lines = [
         *origin(result),
-        f"A trainer's rank sends {tensors} matrices of {extent} x {extent} elements into a sampler's parameters. *agents*: "
-        "by `proxyccl.weights`; the sampler reads the trainer's type and casts. *broadcast*: the trainer casts each "
-        f"tensor and broadcasts it by {'NCCL' if on_gpus(result) else 'gloo'}.",
+        f"A trainer's rank sends {tensors} matrices of {extent} x {extent} elements into a sampler's parameters. "
+        "*agents*: by `proxyccl.weights`; the sampler reads the trainer's type and casts. *broadcast*: the trainer "
+        f"casts each tensor and broadcasts it by {'NCCL' if on_gpus(result) else 'gloo'}.",
         "",
     ]
     lines += table(

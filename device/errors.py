@@ -54,13 +54,11 @@ class HandleTypeError(ArgumentError, TypeError):
 
 
 class UntrustedPathError(ArgumentError):
-    """A file or directory was not used, because it belongs to another user, can be changed by another user, or is a
-    link."""
+    """A file or directory was not used, because another user owns it or can change it, or because it is a link."""
 
 
 class AlreadyMappedError(ArgumentError):
-    """Memory can't be mapped while this process still maps freed memory that had the same address in the exporting
-    process."""
+    """Memory can't be mapped while this process maps freed memory of the same address in the exporting process."""
 
 
 class ResourceError(ProxyCCLError):
@@ -112,15 +110,11 @@ class KernelError(ProxyCCLError):
 
 
 class DriverError(KernelError):
-    """A call into a GPU's driver failed. If a kernel failed, any later call may raise this error.
-
-    Attributes:
-        status: the driver's status code.
-    """
+    """A call into a GPU's driver failed. If a kernel failed, any later call may raise this error."""
 
     def __init__(self, call: str, status: int, meaning: str) -> None:
         super().__init__(f"{call}: {meaning} (status {status})")
-        self.status = status
+        self.status = status  # the driver's status code
 
 
 class CommunicatorError(ProxyCCLError):
@@ -200,8 +194,7 @@ class TriggerError(CommunicatorError):
 
 
 class HandlerError(CommunicatorError):
-    """A Python handler of the proxy raised an exception. On the handler's rank, that exception is this error's
-    `__cause__`."""
+    """A proxy's Python handler raised an exception, which on the handler's rank is this error's `__cause__`."""
 
 
 class MismatchError(CommunicatorError, ValueError):

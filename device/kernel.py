@@ -41,17 +41,11 @@ _SEMAPHORES = (lib.PROXYCCL_HANDLE_SM_SEMAPHORE, lib.PROXYCCL_HANDLE_PROXY_SEMAP
 
 
 class Parameter(NamedTuple):
-    """A kernel's parameter.
+    """A kernel's parameter."""
 
-    Attributes:
-        size: bytes of the parameter.
-        kind: BYTES, INTEGER, FLOAT or POINTER.
-        handle: the ProxycclHandleKind that the parameter takes, by value or by pointer; 0 if it takes no handles.
-    """
-
-    size: int
-    kind: int
-    handle: int = 0
+    size: int  # bytes of the parameter
+    kind: int  # BYTES, INTEGER, FLOAT or POINTER
+    handle: int = 0  # the ProxycclHandleKind that the parameter takes, by value or by pointer; 0 if it takes no handles
 
 
 def parameters_of(table: Any) -> list[Parameter]:
@@ -78,9 +72,6 @@ class Launch:
     """A launch with packed arguments. Calling the object launches the kernel.
 
     Before the launch, the proxies of all channels among the arguments are woken (`sleepers`).
-
-    Attributes:
-        prepared: the ProxycclLaunch (launch.h), for callers in C.
     """
 
     def __init__(self, kernel: Kernel, grid: Shape, block: Shape, args: tuple[Any, ...], shared: int) -> None:
@@ -90,7 +81,7 @@ class Launch:
         self._values, self._kept = kernel.pack(args)
         self._parameters = ffi.new("void *[]", [*map(ffi.from_buffer, self._values), ffi.NULL])
         calls = kernel.runtime.calls
-        self.prepared = ffi.new("ProxycclLaunch *")
+        self.prepared = ffi.new("ProxycclLaunch *")  # the ProxycclLaunch (launch.h), for callers in C
         set_functions(ffi, self.prepared, calls, "current", call="launch")
         self.prepared.context, self.prepared.function = calls.context, kernel.function
         self.prepared.grid, self.prepared.block = _dimensions(grid, "grid"), _dimensions(block, "block")
@@ -139,9 +130,7 @@ class Launch:
         return 0
 
     def packed(self, index: int) -> VoidPointer:
-        """Returns the address of a packed argument. Writing to this address changes later launches, but not queued
-        ones.
-        """
+        """Returns the address of a packed argument. A write to the address changes later, not queued, launches."""
         return ffi.cast("void *", ffi.from_buffer(self._values[index]))
 
     def __call__(self, stream: StreamLike = None) -> None:
@@ -175,12 +164,7 @@ class Kernel:
     """
 
     def __init__(
-        self,
-        runtime: LaunchRuntime,
-        name: str,
-        function: VoidPointer,
-        parameters: Sequence[Parameter],
-        module: object,
+        self, runtime: LaunchRuntime, name: str, function: VoidPointer, parameters: Sequence[Parameter], module: object
     ) -> None:
         self.runtime = runtime
         self.name = name

@@ -23,6 +23,22 @@ static inline void proxyccl_free(PyObject* object, inquiry clear) {
   Py_DECREF(type);
 }
 
+/* Defines name_traverse, name_clear and name_end: tp_traverse, tp_clear and tp_dealloc of a type that has no other
+ * references and resources than REFERENCES. */
+#define PROXYCCL_COLLECT(name, Type, REFERENCES)                             \
+  static int name##_traverse(PyObject* object, visitproc visit, void* arg) { \
+    Type* self = (Type*)object;                                              \
+    Py_VISIT(Py_TYPE(object));                                               \
+    REFERENCES(PROXYCCL_VISIT)                                               \
+    return 0;                                                                \
+  }                                                                          \
+  static int name##_clear(PyObject* object) {                                \
+    Type* self = (Type*)object;                                              \
+    REFERENCES(PROXYCCL_CLEAR)                                               \
+    return 0;                                                                \
+  }                                                                          \
+  static void name##_end(PyObject* object) { proxyccl_free(object, name##_clear); }
+
 /* Returns 1 if a call has `wanted` arguments; otherwise sets a TypeError and returns 0. `call` is the signature in the
  * error. */
 static inline int proxyccl_has_arguments(Py_ssize_t count, Py_ssize_t wanted, const char* call) {

@@ -28,37 +28,25 @@ _OTHERS = "other collectives"
 
 
 class RankView(Message, frozen=True):
-    """A rank of this machine.
+    """A rank of this machine."""
 
-    Attributes:
-        rank: the rank's number.
-        pid: the id of the rank's process.
-        state: "runs"; "failed" if an error has ended the communicator; "leaves" while the rank closes the communicator.
-            A missing rank is "ended" if its process has ended, "stopped" if a signal has stopped the process, or
-            "absent" if the process does not have the communicator open; the fields below then have their defaults.
-        host: the rank's host (`host_name`).
-        device: the ordinal of the rank's device; None if the rank is missing.
-        calls: for each collective, the number of calls that the rank has made. A call in a graph is counted at the
-            capture, not at the replays of the graph.
-        made: the number of all collective calls of the rank.
-        last: the last call as text; "" if there is none, or while the rank writes the call's log record.
-        failure: the error that has ended the communicator, as text; "" if the communicator can be used.
-        failure_code: the ProxycclErrorCode of `failure`; 0 if the communicator can be used.
-        leaving: whether the rank is closing the communicator.
-        memory: the rank's device memory in bytes, by purpose (`Communicator.memory_usage`), a quarter of a second old.
-    """
-
-    rank: int
-    pid: int
+    rank: int  # the rank's number
+    pid: int  # the id of the rank's process
+    # "runs"; "failed" if an error has ended the communicator; "leaves" while the rank closes the communicator. A
+    # missing rank is "ended" if its process has ended, "stopped" if a signal has stopped the process, or "absent" if
+    # the process does not have the communicator open; the fields below then have their defaults.
     state: str
-    host: str = ""
-    device: int | None = None
+    host: str = ""  # the rank's host (`host_name`)
+    device: int | None = None  # the ordinal of the rank's device; None if the rank is missing
+    # For each collective, the number of calls that the rank has made. A call in a graph is counted at the capture, not
+    # at the replays of the graph.
     calls: dict[str, int] = msgspec.field(default_factory=dict)
-    made: int = 0
-    last: str = ""
-    failure: str = ""
-    failure_code: int = 0
-    leaving: bool = False
+    made: int = 0  # the number of all collective calls of the rank
+    last: str = ""  # the last call as text; "" if there is none, or while the rank writes the call's log record
+    failure: str = ""  # the error that has ended the communicator, as text; "" if the communicator can be used
+    failure_code: int = 0  # the ProxycclErrorCode of `failure`; 0 if the communicator can be used
+    leaving: bool = False  # whether the rank is closing the communicator
+    # The rank's device memory in bytes, by purpose (`Communicator.memory_usage`), a quarter of a second old.
     memory: dict[str, int] = msgspec.field(default_factory=dict)
 
 
@@ -71,21 +59,13 @@ class WaitView(Message, frozen=True):
 
 
 class CommunicatorView(Message, frozen=True):
-    """A communicator and its ranks on this machine.
+    """A communicator and its ranks on this machine."""
 
-    Attributes:
-        name: the communicator's name.
-        program: the first rank's program.
-        size: the number of ranks, on all hosts.
-        ranks: the ranks by number.
-        waits: the waits of ranks for other ranks; () if the caller did not look for waits.
-    """
-
-    name: str
-    program: str
-    size: int
-    ranks: tuple[RankView, ...]
-    waits: tuple[WaitView, ...] = ()
+    name: str  # the communicator's name
+    program: str  # the first rank's program
+    size: int  # the number of ranks, on all hosts
+    ranks: tuple[RankView, ...]  # the ranks by number
+    waits: tuple[WaitView, ...] = ()  # the waits of ranks for other ranks; () if the caller did not look for waits
 
     @property
     def present(self) -> list[RankView]:
@@ -143,9 +123,7 @@ def _with_missing(first: RankPublication, seen: dict[int, RankView]) -> dict[int
 
 
 def rank_view(publication: RankPublication) -> RankView:
-    """Returns the view of a rank. Raises ArgumentError if the rank has ended or closed the communicator, or if the
-    rank's publication or segment is invalid.
-    """
+    """Returns the view of a rank. Raises ArgumentError if it is closed, or its publication or segment is invalid."""
     who = publication.description
     with contextlib.closing(open_published(publication.segment, segment_bytes(who.world_size))) as memory:
         segment = ControlSegment(memory)

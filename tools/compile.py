@@ -49,9 +49,7 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
 
 
 def runtime_of(architecture: str) -> str:
-    """Returns the runtime for a GPU's architecture: "cuda" for "sm_90", "hip" for "gfx942". Raises ArgumentError for
-    any other text.
-    """
+    """Returns the runtime for a GPU's architecture: "cuda" for "sm_90", "hip" for "gfx942". Raises ArgumentError."""
     for prefix, runtime in (("sm_", "cuda"), ("gfx", "hip")):
         if architecture.startswith(prefix) and architecture[len(prefix) :].isalnum():
             return runtime
@@ -59,9 +57,7 @@ def runtime_of(architecture: str) -> str:
 
 
 def compile_all(architecture: str, kernels: Sequence[Shipped]) -> tuple[int, int]:
-    """Compiles kernels with `compile_kernels`, one kernel per core at a time. Raises the errors of `compile_kernels`
-    and `runtime_of`.
-    """
+    """Compiles one kernel per core at a time. Raises the errors of `compile_kernels` and `runtime_of`."""
     compiler, threads = open_compiler(runtime_of(architecture)), usable_cores(len(os.sched_getaffinity(0)))
     return compile_kernels(compiler, architecture, kernels, threads)
 

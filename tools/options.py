@@ -19,9 +19,7 @@ def size(text: str) -> int:
 
 
 def show_size(nbytes: int) -> str:
-    """Formats a number of bytes in the largest unit that gives a whole number: 4096 is "4 KiB". This is the inverse of
-    `size`.
-    """
+    """Formats a number of bytes in the largest unit that divides it: 4096 is "4 KiB". The inverse of `size`."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes and nbytes % factor == 0:
             return f"{nbytes // factor} {unit}"
@@ -87,7 +85,7 @@ def selected_process(daemon: str | None) -> int | None:
     """Returns the process id of the daemon that --daemon selects; None without that option."""
     if daemon is None:
         return None
-    from proxyccl.proxy.daemon.client import daemon_process
+    from proxyccl.proxy.daemon.connection import daemon_process
     from proxyccl.proxy.daemon.protocol import socket_path
 
     return daemon_process(socket_path(daemon))

@@ -41,10 +41,8 @@ _SILENCE = 60.0  # seconds after which the server disconnects a silent client
 def serve(address: str) -> Iterator[str]:
     """A context manager that runs a server, and whose value is a text with the server's address. `address` is
     HOST:PORT, HOST or :PORT; "" means the address in ``NCCL_RAS_ADDR``, or localhost:28028 if that variable is not set.
-
-    Raises:
-        ArgumentError: `address` is not an address.
-        ResourceError: the port is not allowed, or in use, for example by an NCCL job.
+    Raises ArgumentError if `address` is not an address, and ResourceError if the port is not allowed, or in use, for
+    example by an NCCL job.
     """
     argument = "--ras" if address else "NCCL_RAS_ADDR"
     host, port = split_address(address or os.environ.get("NCCL_RAS_ADDR", ""), PORT, argument)

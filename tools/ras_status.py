@@ -67,9 +67,7 @@ def _result(view: RankView) -> int:
 
 
 def as_json(communicators: Sequence[CommunicatorView], seconds: float) -> str:
-    """Returns the answer to STATUS after SET FORMAT json. `seconds` is the time that the snapshot of the communicators
-    took.
-    """
+    """Returns the answer to STATUS after SET FORMAT json. `seconds` is the time that the snapshot took."""
     host = host_addresses()[0]
     found = []
     for each in communicators:
@@ -161,9 +159,7 @@ def _state(view: RankView) -> str:
 
 
 def as_text(communicators: Sequence[CommunicatorView], seconds: float, *, verbose: bool) -> str:
-    """Returns the answer to VERBOSE STATUS, which lists all ranks, if `verbose` is set; otherwise the answer to STATUS,
-    which lists at most ten ranks of each kind.
-    """
+    """Returns the answer to STATUS, with at most ten ranks of each kind, or to VERBOSE STATUS, with all ranks."""
     return "\n".join(map(shown, _lines(communicators, seconds, len if verbose else lambda _: _MOST_RANKS))) + "\n"
 
 
@@ -250,9 +246,7 @@ def _by_value(
     words: Callable[[object], str],
     most: Callable[[Sequence[object]], int],
 ) -> Iterator[str]:
-    """Yields a line for each value. Unless the value is the most frequent value, the line also lists the ranks that
-    have the value.
-    """
+    """Yields a line for each value; unless the value is the most frequent, the line lists the value's ranks."""
     by_value: dict[object, list[RankView]] = {}
     for view in ranks:
         by_value.setdefault(value_of(view), []).append(view)

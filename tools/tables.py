@@ -12,21 +12,13 @@ from proxyccl.device.shown_text import shown
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
+    """A column of a table."""
 
-    Attributes:
-        title: the heading.
-        unit: the text under the title.
-        width: the width in characters.
-        spec: the format specification of values; the value None is printed as "-".
-        left: whether to align to the left.
-    """
-
-    title: str
-    unit: str = ""
-    width: int = 10
-    spec: str = ""
-    left: bool = False
+    title: str  # the heading
+    unit: str = ""  # the text under the title
+    width: int = 10  # the width in characters
+    spec: str = ""  # the format specification of values; the value None is printed as "-"
+    left: bool = False  # whether to align to the left
 
     def cell(self, value: Any) -> str:
         return self.align("-" if value is None else format(value, self.spec))

@@ -1,6 +1,4 @@
-"""`proxyccl top`: shows the activity of this machine's proxies, as a table that is refreshed, as a single table, or as
-JSON.
-"""
+"""`proxyccl top`: shows the activity of this machine's proxies, as a table, once or refreshed, or as JSON."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ def share_of_a_core(service: ServiceRates) -> str:
 
 
 def _values(channels: Sequence[ChannelRates], errors: int) -> tuple[object, ...]:
-    """Returns the cells of the columns "triggers" to "errors", for several channels together. A ring or connection that
-    several channels share is counted once.
-    """
+    """Returns the cells "triggers" to "errors" of several channels, with shared rings and connections counted once."""
     rings = {channel.ring: channel for channel in channels}.values()
     connections = {(channel.worker, channel.connection): channel for channel in channels}.values()
     per_s = ("triggers_per_s", "sends_per_s", "puts_per_s", "gets_per_s", "bytes_per_s")
@@ -97,9 +93,7 @@ def _summary(service: ServiceRates) -> tuple[object, ...]:
 
 
 def table_of(services: list[ServiceRates]) -> str:
-    """Returns the services as text: a block for each job, with a line for each rank and for each of the rank's channels
-    in use.
-    """
+    """Returns the services as text: a block per job, with a line per rank and per channel in use."""
     out = io.StringIO()
     for job, of_job in itertools.groupby(services, lambda service: service.job):
         ranks = list(of_job)
@@ -157,9 +151,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """Runs the command. Returns the exit code: 1 if neither a proxy nor an agent runs. The JSON output contains only
-    proxies.
-    """
+    """Runs the command. Returns the exit code, 1 if no proxy and no agent runs. JSON contains only proxies."""
     job, process = parsed.job, options.selected_process(parsed.daemon)
     if parsed.web is not None:
         from proxyccl.tools.web import server

@@ -1,8 +1,7 @@
 """`proxyccl trace`: records the activity of this machine's proxies and agents in Chrome's trace format.
 
 Perfetto (https://ui.perfetto.dev) and chrome://tracing display files in this format, whose documentation is "Trace
-Event Format". A send of a schedule is recorded in the same format as a trigger, with the schedule's number instead of a
-ring and a ticket.
+Event Format". A send of a schedule is recorded like a trigger, with the schedule's number for ring and ticket.
 """
 
 from __future__ import annotations
@@ -23,14 +22,7 @@ from proxyccl.channels.transfers.published import find_agents
 from proxyccl.channels.transfers.tracing import AgentTrace, AgentTracer
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.proxy.observe.publications import find, none_found
-from proxyccl.proxy.observe.tracing import (
-    MOST_TRIGGERS,
-    Allowance,
-    ServiceTrace,
-    TracedTrigger,
-    TracedWait,
-    Tracer,
-)
+from proxyccl.proxy.observe.tracing import MOST_TRIGGERS, Allowance, ServiceTrace, TracedTrigger, TracedWait, Tracer
 from proxyccl.proxy.trigger import Operation, operation_name
 from proxyccl.tools import options
 from proxyccl.tools.options import show_size
@@ -64,9 +56,7 @@ class _Lanes:
         self._taken: list[tuple[int, int]] = []  # a heap of (time until which the track is taken, track)
 
     def take(self, begin: int, end: int) -> int:
-        """Reserves a track from `begin` to `end`: the first free track, or a new track. `begin` must not decrease
-        between calls.
-        """
+        """Reserves the first free track, or a new track, from `begin` to `end`. `begin` must not decrease."""
         while self._taken and self._taken[0][0] <= begin:
             heapq.heappush(self._free, heapq.heappop(self._taken)[1])
         if self._free:
@@ -212,9 +202,7 @@ def write_trace(path: Path, traces: list[ServiceTrace], agents: Sequence[AgentTr
 
 
 class _Ended:
-    """A context manager that records in `by_signal` whether Ctrl-C or SIGTERM has occurred. Use it only in the main
-    thread.
-    """
+    """A context manager that sets `by_signal` at Ctrl-C or SIGTERM. Use it only in the main thread."""
 
     def __init__(self) -> None:
         self.by_signal = False
@@ -297,9 +285,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(parsed: Namespace) -> int:
-    """Records until the requested time has passed, or until Ctrl-C or SIGTERM. Returns the exit code. Raises the errors
-    of `record`.
-    """
+    """Records for the requested time, or until Ctrl-C or SIGTERM. Returns the exit code. Raises `record`'s errors."""
     path, process = parsed.output, options.selected_process(parsed.daemon)
     with _Ended() as ended:
         traces, agents = record(parsed.seconds, parsed.job, parsed.ranks, process, parsed.most, lambda: ended.by_signal)

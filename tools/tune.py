@@ -1,6 +1,4 @@
-"""`proxyccl tune`: measures the algorithms of all collectives with the ranks of an MPI job, and stores the tuning
-tables.
-"""
+"""`proxyccl tune`: measures all collectives' algorithms with the ranks of an MPI job, and stores the tuning tables."""
 
 from __future__ import annotations
 

@@ -18,21 +18,13 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class Chunks(Message, frozen=True):
-    """Consecutive chunks of a buffer of this rank (`type`) or of a peer (`buffer_id`).
+    """Consecutive chunks of a buffer of this rank (`type`) or of a peer (`buffer_id`)."""
 
-    Attributes:
-        index: the number of the first chunk.
-        size: the number of chunks.
-        type: a buffer of this rank.
-        buffer_id: index into the threadblock's references to remote buffers.
-        switch_channel_id: index into the threadblock's switch channels.
-    """
-
-    index: Uint32
-    size: Positive
-    type: BufferName | None = None
-    buffer_id: Uint32 | None = None
-    switch_channel_id: Uint32 | None = None
+    index: Uint32  # the number of the first chunk
+    size: Positive  # the number of chunks
+    type: BufferName | None = None  # a buffer of this rank
+    buffer_id: Uint32 | None = None  # index into the threadblock's references to remote buffers
+    switch_channel_id: Uint32 | None = None  # index into the threadblock's switch channels
 
 
 class ThreadblockGroup(Message, frozen=True):
@@ -50,8 +42,7 @@ class IterationContext(Message, frozen=True):
 
 
 class Op(Message, frozen=True):
-    """An operation of a threadblock. The `name` determines the other fields; only operations on switch channels use the
-    last four fields."""
+    """An operation of a threadblock; `name` determines the other fields. Only switch channels use the last four."""
 
     name: str
     channel_type: ChannelType = "none"
@@ -79,9 +70,7 @@ class ThreadblockChannels(Message, frozen=True):
 
 
 class RemoteBufferRefs(Message, frozen=True):
-    """The remote buffers that a threadblock accesses over channels of one type. An operation refers to a buffer by its
-    index in `remote_buffer_ids`.
-    """
+    """The remote buffers of a threadblock's channels of one type; operations name indices of `remote_buffer_ids`."""
 
     access_channel_type: ChannelType
     remote_buffer_ids: tuple[Uint32, ...]
@@ -134,27 +123,18 @@ class Gpu(Message, frozen=True):
 
 
 class Document(Message, frozen=True):
-    """A plan for all ranks.
-
-    Attributes:
-        collective: the author's name for the collective, such as "allreduce" or "allgather".
-        protocol: "LL" if scratch memory holds packets.
-        inplace: whether input and output are one array.
-        reuse_resources: an option of MSCCL++ for scratch memory, which ProxyCCL ignores.
-        use_double_scratch_buffer: whether executions alternate between the halves of the scratch memory.
-        buffer_alignment: the alignment of parts of chunks, in bytes.
-        min_message_size, max_message_size: the range of message sizes, in bytes, that the plan accepts.
-    """
+    """A plan for all ranks."""
 
     name: str
-    collective: str
-    protocol: Literal["Simple", "LL"]
-    inplace: bool
+    collective: str  # the author's name for the collective, such as "allreduce" or "allgather"
+    protocol: Literal["Simple", "LL"]  # "LL" if scratch memory holds packets
+    inplace: bool  # whether input and output are one array
     gpus: tuple[Gpu, ...]
-    reuse_resources: bool = False
+    reuse_resources: bool = False  # an option of MSCCL++ for scratch memory, which ProxyCCL ignores
     num_threads_per_block: Positive = 1024
-    use_double_scratch_buffer: bool = False
-    buffer_alignment: Positive = 16
+    use_double_scratch_buffer: bool = False  # whether executions alternate between the halves of the scratch memory
+    buffer_alignment: Positive = 16  # the alignment of parts of chunks, in bytes
+    # The range of message sizes, in bytes, that the plan accepts.
     min_message_size: Uint64 = 0
     max_message_size: Uint64 = 2**64 - 1
 

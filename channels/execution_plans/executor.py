@@ -46,8 +46,7 @@ class ExecutionPlans:
     """The plans that one group has executed.
 
     Args:
-        forget: a function that is called when a plan's memory has moved, and discards the results of earlier `prepare`
-        calls.
+        forget: called when a plan's memory has moved; discards the results of earlier `prepare` calls.
     """
 
     def __init__(self, group: Group, forget: Callable[[], None]) -> None:
@@ -74,15 +73,12 @@ class ExecutionPlans:
                     )
 
     def prepare(self, plan: ExecutionPlan, source: ArrayView, target: ArrayView, given: Reached) -> Launchable:
-        """Prepares a plan for arrays that are disjoint, or that overlap as in an in-place call. All ranks call this
-        together.
+        """Prepares a plan for arrays that are disjoint or overlap as in an in-place call. All ranks call this together.
+        Raises ArgumentError if these ranks can't execute the plan.
 
         Args:
             plan: a plan that can execute the call.
             given: the registered arrays that peers access in place, the same on all ranks.
-
-        Raises:
-            ArgumentError: these ranks can't execute the plan.
         """
         resources = self._resources.get(plan.digest)
         if resources is None:

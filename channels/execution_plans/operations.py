@@ -11,37 +11,27 @@ COMBINATIONS = ("sum", "prod", "min", "max")
 
 
 class Operand(Struct, frozen=True):
-    """Consecutive entries of an operation's `src_buff` or `dst_buff` with the same properties.
+    """Consecutive entries of an operation's `src_buff` or `dst_buff` with the same properties."""
 
-    Attributes:
-        remote: whether the operands are in a peer's buffer instead of this rank's.
-        packets: whether the operands are packets, in scratch memory.
-        most: the greatest number of operands; at least one is required.
-    """
-
-    remote: bool = False
-    packets: bool = False
-    most: int = 1
+    remote: bool = False  # whether the operands are in a peer's buffer instead of this rank's
+    packets: bool = False  # whether the operands are packets, in scratch memory
+    most: int = 1  # the greatest number of operands; at least one is required
 
 
 MANY = 1 << 20
 
 
 class Moving(Struct, frozen=True):
-    """An operation that moves data.
+    """An operation that moves data."""
 
-    Attributes:
-        sources, destinations: the operation's operands, in order.
-        channels: the channel types over which the operation may access remote buffers; () if it has none.
-        pairs: whether source i is copied to destination i; if not, all sources are combined, and the result is stored
-            in all destinations.
-        signals, flushes: whether the operation signals, or flushes, on its port channel after the data.
-    """
-
+    # The operation's operands, in order.
     sources: tuple[Operand, ...]
     destinations: tuple[Operand, ...]
+    # The channel types over which the operation may access remote buffers; () if it has none.
     channels: tuple[ChannelType, ...] = ()
+    # Whether source i is copied to destination i; if not, the combination of all sources is stored in all destinations.
     pairs: bool = False
+    # Whether the operation signals, or flushes, on its port channel after the data.
     signals: bool = False
     flushes: bool = False
 

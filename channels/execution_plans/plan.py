@@ -21,9 +21,7 @@ from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError, ProtocolError
 
 _Times = Counter[tuple[int, int]]
-"""How often something happens, counted by the chunks and the unit of the enclosing pipeline; the key is (0, 0) outside
-of pipelines.
-"""
+"""How often something happens, by the enclosing pipeline's (chunks, unit), which is (0, 0) outside pipelines."""
 
 PACKET_PAYLOAD = 8
 """Bytes of data in a packet."""
@@ -202,9 +200,7 @@ class ExecutionPlan:
         return self._peers[kind][rank]
 
     def operations(self, rank: int) -> Iterator[tuple[Operation, tuple[int, int]]]:
-        """Yields a rank's operations, each with the chunks and the unit of its pipeline, or (0, 0) outside of
-        pipelines.
-        """
+        """Yields a rank's operations, each with its pipeline's chunks and unit, or (0, 0) outside pipelines."""
         for block in self.programs[rank]:
             for operation in block:
                 yield operation, (0, 0)
@@ -264,9 +260,7 @@ class ExecutionPlan:
         return [tuple(sorted(peer for one, peer in both if one == rank)) for rank in range(self.world_size)]
 
     def _check_signals(self) -> None:
-        """Requires as many signals as waits on every channel, because the next execution would consume a leftover
-        signal.
-        """
+        """Requires as many signals as waits on each channel: the next execution would consume a leftover signal."""
         sent: dict[tuple[int, int, str, int], _Times] = {}
         awaited: dict[tuple[int, int, str, int], _Times] = {}
         for rank in range(self.world_size):
@@ -287,9 +281,7 @@ class ExecutionPlan:
                 )
 
     def _check_inside(self, rank: int) -> None:
-        """Requires that all threadblocks of a barrier arrive equally often, and that each semaphore is released as
-        often as acquired.
-        """
+        """Requires equally frequent arrivals at a barrier, and as many releases as acquisitions of each semaphore."""
         barriers: dict[int, dict[int, _Times]] = {}
         sizes: dict[int, int] = {}
         semaphores: dict[int, list[_Times]] = {}

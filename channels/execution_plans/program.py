@@ -8,15 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from proxyccl.channels.execution_plans.document import (
-    BufferName,
-    ChannelType,
-    Chunks,
-    Document,
-    Gpu,
-    Op,
-    Threadblock,
-)
+from proxyccl.channels.execution_plans.document import BufferName, ChannelType, Chunks, Document, Gpu, Op, Threadblock
 from proxyccl.channels.execution_plans.operations import (
     CHANNELLED,
     COMBINATIONS,
@@ -36,9 +28,7 @@ BUFFERS: dict[BufferName, str] = {"i": "input", "o": "output", "s": "scratch mem
 
 
 class Place(Struct, frozen=True):
-    """The place of an operation in a plan, for error messages. A pipeline's number precedes the numbers of the
-    operations inside it.
-    """
+    """The place of an operation in a plan, for errors. A pipeline's number precedes the numbers of its operations."""
 
     rank: int
     threadblock: int
@@ -112,8 +102,7 @@ def channel_ends(gpu: Gpu, ranks: int) -> dict[ChannelType, list[ChannelEnd]]:
         for peer in channels.connected_to:
             if peer >= ranks or peer == gpu.id:
                 raise ArgumentError(
-                    "plan",
-                    f"rank {gpu.id} has a {kind} channel to rank {peer}; expected another of {ranks} ranks",
+                    "plan", f"rank {gpu.id} has a {kind} channel to rank {peer}; expected another of {ranks} ranks"
                 )
             ends[kind].append(ChannelEnd(kind, peer, sum(end.peer == peer for end in ends[kind])))
     return ends

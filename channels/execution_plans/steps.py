@@ -48,30 +48,19 @@ def _filled(found: list[bytes], count: int, empty: bytes) -> bytes:
 
 
 class Writer(Struct, frozen=True):
-    """Writes the tables of one rank for one chunk size.
+    """Writes the tables of one rank for one chunk size."""
 
-    Attributes:
-        rank: the rank that the tables are for.
-        chunk_bytes: size of a chunk, in every buffer.
-        alignment: the alignment of the threadblocks' parts of a range, in bytes.
-        double_scratch: whether scratch memory has two halves.
-        address: returns the address at which this rank's kernels access a rank's buffer; not called for this rank's
-            input and output.
-        memory_id: returns the proxy's id of the memory that holds a rank's buffer, for triggers to a peer, and the
-            buffer's offset in the memory.
-        port: returns the index of a port channel in the kernel's table.
-        semaphore: returns the ProxycclSemaphore of a memory channel.
-    """
-
-    rank: int
+    rank: int  # the rank that the tables are for
     threads: int
-    chunk_bytes: int
-    alignment: int
-    double_scratch: bool
+    chunk_bytes: int  # size of a chunk, in every buffer
+    alignment: int  # the alignment of the threadblocks' parts of a range, in bytes
+    double_scratch: bool  # whether scratch memory has two halves
+    # Returns the address at which kernels access a rank's buffer other than this rank's input and output.
     address: Callable[[int, BufferName], int]
+    # Returns the proxy's id of the memory of a rank's buffer, for triggers to a peer, and the buffer's offset in it.
     memory_id: Callable[[int, BufferName, int], tuple[int, int]]
-    port: Callable[[ChannelEnd], int]
-    semaphore: Callable[[ChannelEnd], Any]
+    port: Callable[[ChannelEnd], int]  # returns the index of a port channel in the kernel's table
+    semaphore: Callable[[ChannelEnd], Any]  # returns the ProxycclSemaphore of a memory channel
 
     def tables(self, program: Program) -> tuple[bytes, Tables]:
         """Returns the tables of a program with at least one threadblock, and their layout."""
@@ -91,9 +80,7 @@ class Writer(Struct, frozen=True):
     # -- steps ---
 
     def _step(self, block: _Block, operation: Operation, code: int, *, by_all: bool | None) -> ProxycclStepPointer:
-        """Adds a step. Between a step that all threads execute and a step that one thread executes, also adds a
-        barrier.
-        """
+        """Adds a step, and a barrier between a step that all threads execute and a step that one thread executes."""
         if by_all is not None and block.by_all is not None and by_all != block.by_all:
             self._sync(block, operation)
         step = ffi.new("ProxycclStep *")

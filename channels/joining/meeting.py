@@ -50,7 +50,7 @@ from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import open_runtime, require_suspendable
 from proxyccl.proxy.codec import Codec
-from proxyccl.proxy.daemon.client import missing_in_daemon
+from proxyccl.proxy.daemon.connection import missing_in_daemon
 from proxyccl.proxy.daemon.introduced import is_offered
 from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.remote_options import TransportOptions

@@ -54,9 +54,7 @@ from proxyccl.proxy.trigger import Operation
 CALLS = 16
 FRAMES = 64
 ANSWER_SECONDS = 0.3
-"""Seconds that kernels have to describe their waits. Kernels check for a question every few thousand spins, on the host
-runtime whenever they get a core.
-"""
+"""Seconds that kernels have to describe their waits; they check every few thousand spins, or when they get a core."""
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _SETTLED_SECONDS = 0.05
 _COPY_SECONDS = 0.5
@@ -81,11 +79,8 @@ class DeviceReader:
         self._late = False
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> bytes:
-        """Reads ranges (address, nbytes), and returns their bytes, concatenated.
-
-        Raises:
-            TimeoutError: the device does not copy the ranges in time.
-            ValueError: the ranges have more than READBACK_BYTES in total.
+        """Reads ranges (address, nbytes), and returns their bytes, concatenated. Raises TimeoutError if the device does
+        not copy the ranges in time, and ValueError if the ranges have more than READBACK_BYTES in total.
         """
         if self._late:
             raise TimeoutError("the device has not finished the copies of an earlier report")
@@ -106,12 +101,7 @@ class DeviceReader:
 
 
 def collect(
-    group: Group,
-    device: DeviceReader,
-    cause: str,
-    question: int,
-    exchange: Exchange | None,
-    beside: list[str],
+    group: Group, device: DeviceReader, cause: str, question: int, exchange: Exchange | None, beside: list[str]
 ) -> Report:
     """Collects this rank's report.
 
@@ -253,11 +243,7 @@ def _handling(proxy: Proxy | None) -> list[Handling]:
 
 
 def _channels(
-    group: Group,
-    device: DeviceReader,
-    proxy: Proxy | None,
-    rings: list[RingContents],
-    unread: list[str],
+    group: Group, device: DeviceReader, proxy: Proxy | None, rings: list[RingContents], unread: list[str]
 ) -> list[ProxiedChannel]:
     if proxy is None:
         return []

@@ -44,43 +44,25 @@ Node = tuple[str, int, int | str]
 
 
 class Finding(Message, frozen=True):
-    """One conclusion from the reports.
+    """One conclusion from the reports."""
 
-    Attributes:
-        kind: "lost", "missing", "mismatch", "waits_for", "circle", "proxy" or "failed".
-        about: names of the ranks concerned.
-        waiting: names of the ranks that wait for the ranks in `about`.
-        text: the conclusion, as a sentence.
-        reasons: the pieces of evidence, as text.
-    """
-
-    kind: str
-    about: list[str]
-    waiting: list[str]
-    text: str
-    reasons: list[str] = msgspec.field(default_factory=list)
+    kind: str  # "lost", "missing", "mismatch", "waits_for", "circle", "proxy" or "failed"
+    about: list[str]  # names of the ranks concerned
+    waiting: list[str]  # names of the ranks that wait for the ranks in `about`
+    text: str  # the conclusion, as a sentence
+    reasons: list[str] = msgspec.field(default_factory=list)  # the pieces of evidence, as text
 
 
 class Diagnosis(Message, frozen=True):
-    """The reasons why ranks wait in communicators that shared processes.
+    """The reasons why ranks wait in communicators that shared processes."""
 
-    Attributes:
-        communicators: the communicators' names.
-        world_sizes: the communicators' numbers of ranks.
-        reported: for each communicator the ranks that wrote reports.
-        daemons: the node daemons that wrote reports.
-        written: the time of the newest report.
-        findings: the conclusions, the most important first; empty if no rank waits.
-        notes: reasons why the findings may be wrong or incomplete.
-    """
-
-    communicators: list[str]
-    world_sizes: list[int]
-    reported: list[list[int]]
-    daemons: list[Member]
-    written: str
-    findings: list[Finding]
-    notes: list[str]
+    communicators: list[str]  # the communicators' names
+    world_sizes: list[int]  # the communicators' numbers of ranks
+    reported: list[list[int]]  # for each communicator the ranks that wrote reports
+    daemons: list[Member]  # the node daemons that wrote reports
+    written: str  # the time of the newest report
+    findings: list[Finding]  # the conclusions, the most important first; empty if no rank waits
+    notes: list[str]  # reasons why the findings may be wrong or incomplete
 
 
 def diagnose(reports: Iterable[Report], of_daemons: Sequence[DaemonReport] = ()) -> list[Diagnosis]:
@@ -280,9 +262,7 @@ class _WaitGraph:
         return failures
 
     def _proxies(self) -> list[Finding]:
-        """Returns findings of ranks whose kernels wait for their own proxy, whose proxies' sends do not complete, or
-        whose rings wait for a handler.
-        """
+        """Returns findings of ranks that wait for their own proxy, for its sends to complete, or for a handler."""
         findings = []
         for report in _all(self._reports):
             waits = [wait for wait in report.waits if wait.kind in OWN_PROXY_WAITS]
@@ -343,9 +323,7 @@ class _WaitGraph:
         return reasons
 
     def _at_daemon(self, communicator: str, rank: int, *, idle: bool = True) -> list[str]:
-        """Returns the statements of the node daemons' reports about a rank. If `idle` is true, the result includes the
-        statement that nothing is outstanding.
-        """
+        """Returns what node daemons report about a rank; if `idle` is true, also that nothing is outstanding."""
         own = self._reports[communicator].get(rank)
         name = f"{self._name(self._node(communicator, rank))}{self._inside(communicator)}"
         said = []
@@ -380,9 +358,7 @@ class _WaitGraph:
         return [f"{name} has not called {with_arguments(call_text(furthest), furthest)}; {last}"]
 
     def _signals(self, report: Report, edge: _Edge) -> list[str]:
-        """Returns as text the number of signals that this rank's proxy has sent to the channel on which a peer
-        waits.
-        """
+        """Returns as text the number of signals that this rank's proxy sent on the channel on which a peer waits."""
         if edge.communicator != report.communicator or edge.wait is None:
             return []
         if edge.wait.kind != lib.PROXYCCL_WAIT_PROXY_SIGNAL:

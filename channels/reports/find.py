@@ -18,28 +18,18 @@ _REPORTS = Codec[Report | DaemonReport](Report | DaemonReport, MOST_BYTES, name=
 
 @dataclass
 class Found:
-    """The reports that were read.
+    """The reports that were read."""
 
-    Attributes:
-        ranks: reports of ranks.
-        daemon_files: reports of node daemons, by file.
-        problems: for each unreadable file of a directory, the error text.
-    """
-
-    ranks: list[Report] = field(default_factory=list)
-    daemon_files: dict[Path, DaemonReport] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    ranks: list[Report] = field(default_factory=list)  # reports of ranks
+    daemon_files: dict[Path, DaemonReport] = field(default_factory=dict)  # reports of node daemons, by file
+    problems: list[str] = field(default_factory=list)  # for each unreadable file of a directory, the error text
 
     @property
     def daemons(self) -> list[DaemonReport]:
         return list(self.daemon_files.values())
 
     def read(self, path: Path) -> None:
-        """Reads the report in a file.
-
-        Raises:
-            ReportError: the file is not a valid report, or cannot be read; the message names the file.
-        """
+        """Reads the report in a file. Raises ReportError, which names the file, if it is unreadable or invalid."""
         data = read(path)
         try:
             report = _REPORTS.decode(data, str(path))

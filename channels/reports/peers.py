@@ -17,12 +17,9 @@ from proxyccl.proxy.reports import files
 from proxyccl.proxy.reports.document import Member
 
 _SECONDS = 3.0
-"""How long after a failure a program's end waits, in seconds. Reports are written within a second, but later on a busy
-machine."""
+"""How long after a failure a program's end waits, in seconds; reports take less than one, or more on a busy machine."""
 _ELSEWHERE_SECONDS = 1.0
-"""How long a program's end waits for reports of processes that this process can't see, on other hosts or in other PID
-namespaces.
-"""
+"""How long a program's end waits for reports of processes of other hosts or PID namespaces, which it can't see."""
 _POLL_SECONDS = 0.02
 
 

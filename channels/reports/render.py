@@ -15,11 +15,6 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}{'s' if number != 1 else ''}"
 
 
-def of_rank(peer: int | None) -> str:
-    """Returns " from rank" and the peer of a wait; "" for None."""
-    return "" if peer is None else f" from rank {peer}"
-
-
 def call_text(call: Call) -> str:
     return f"{call.fields.get('collective', '?')} #{call.number}"
 
@@ -36,7 +31,8 @@ def with_arguments(name: str, call: Call) -> str:
 
 
 def wait_text(wait: Wait) -> str:
-    return f"{wait.what}{of_rank(wait.peer)}: expected {wait.expected}, saw {wait.seen}"
+    from_rank = "" if wait.peer is None else f" from rank {wait.peer}"
+    return f"{wait.what}{from_rank}: expected {wait.expected}, saw {wait.seen}"
 
 
 def waited(exchange: Exchange) -> str:

@@ -63,8 +63,7 @@ class ProxyWait(Message, frozen=True):
 
 
 class Exchange(Message, frozen=True):
-    """The call of the bootstrap that was in progress when the report was made. All ranks make the bootstrap's calls
-    together.
+    """The call of the bootstrap that was in progress at the report. All ranks make the bootstrap's calls together.
 
     Attributes:
         purpose: the call's purpose in words.

@@ -39,9 +39,7 @@ take seconds on a machine with more busy threads than cores."""
 
 
 class Reporter(Observer):
-    """Writes the reports of one rank of one communicator until `close`: when the communicator fails, and on a
-    signal.
-    """
+    """Writes reports of one rank of one communicator until `close`: at the communicator's failure, and on a signal."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -70,9 +68,7 @@ class Reporter(Observer):
 
     @contextlib.contextmanager
     def exchanging(self, purpose: str) -> Iterator[None]:
-        """Records a call of the bootstrap in `exchange` while the call is in progress. A failed call stays recorded for
-        the failure's report.
-        """
+        """Records a call of the bootstrap in `exchange` during the call, and keeps a failed call for the report."""
         self._exchange = purpose, time.monotonic()
         yield
         self._exchange = None
@@ -94,8 +90,7 @@ class Reporter(Observer):
     def failed(self) -> None:
         """Reports the communicator's failure in the calling thread.
 
-        Also reports on the process's other communicators, whose waits may be the cause, and asks their ranks for
-        reports.
+        Also reports on the process's other communicators, whose waits may be the cause, and asks their ranks.
         """
         try:
             if self._enabled and self._group.control.record().code not in _UNREPORTED:
@@ -113,9 +108,7 @@ class Reporter(Observer):
             self._done.set()
 
     def _ask_peers(self, failed: str) -> None:
-        """Asks this communicator's other ranks for reports, because another communicator of this process, named
-        `failed`, has failed.
-        """
+        """Asks this communicator's other ranks for reports, because this process's communicator `failed` has failed."""
         self._reported_failures.add(failed)
         with self._lock:
             if self._device is not None:
@@ -135,8 +128,7 @@ class Reporter(Observer):
                 error.add_note(note)
 
     def write(self, cause: str) -> Path | None:
-        """Writes a report, and prints its path to stderr. If a daemon runs the proxy, also asks the daemon for a
-        report.
+        """Writes a report, and prints its path to stderr. Also asks the daemon of the proxy, if any, for a report.
 
         Returns the report's path; None if the reporter is closed, or the file can't be written.
         """

@@ -1,6 +1,4 @@
-"""The channels that schedules use. Collectives have three channels to each peer, because posts and sends need separate
-semaphores.
-"""
+"""The channels of schedules: three to each peer, because posts and sends need separate semaphores."""
 
 from __future__ import annotations
 
@@ -16,15 +14,13 @@ _KINDS = 3
 
 
 class ScheduleLinks:
-    """The channels of this rank's proxy that schedules use. All ranks make these channels together.
+    """The channels of this rank's proxy that schedules use. All ranks make these channels together. Raises
+    ResourceError if channel ids ran out.
 
     Attributes:
         posts: by peer, the channel on which both ranks post the addresses of their outputs.
         scratch_posts: by peer, the channel on which both ranks post addresses in scratch memory.
         sends: by peer, the channel on which both ranks send data.
-
-    Raises:
-        ResourceError: channel ids ran out.
     """
 
     def __init__(self, group: Group) -> None:
@@ -47,9 +43,7 @@ class ScheduleLinks:
         stage: int | None = None,
         to_scratch: bool = False,
     ) -> ScheduleSend:
-        """Returns a send of the bytes at `place` to the address that the peer posts, in the peer's output or scratch
-        memory.
-        """
+        """Returns a send of the bytes at `place` to the address in the output or scratch memory that the peer posts."""
         channels = self.scratch_posts if to_scratch else self.posts
         return ScheduleSend(
             self.sends[peer],
@@ -65,14 +59,12 @@ class ScheduleLinks:
 
 
 def schedule_channels(group: Group, peers: Sequence[int], kinds: int) -> list[dict[int, int]]:
-    """Makes channels to some peers. Returns their ids by kind and peer. All ranks call this together.
+    """Makes channels to some peers. Returns their ids by kind and peer. All ranks call this together. Raises
+    ResourceError if channel ids ran out.
 
     Args:
         peers: other ranks, each of which names this rank among its peers.
         kinds: the number of channels to each peer.
-
-    Raises:
-        ResourceError: channel ids ran out.
     """
     links = group.links
     links.prepare(peers)

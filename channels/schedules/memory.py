@@ -101,29 +101,26 @@ class _PinnedBoxes:
 class ScheduleMemories:
     """Finds the schedules' memory that holds an array, or returns staging memory for the array. All ranks construct a
     `ScheduleMemories` together.
-
-    Attributes:
-        staged_together: whether all ranks make staging memory together, including ranks that need none.
-        pinned_bytes: the greatest size of a schedule's input or output, in bytes, that CPUs copy through pinned memory.
-        own_box_bytes: the greatest size, in bytes, of a copy within the device that goes through the next rank's
-            memory.
-        reduction_words: device memory with the words from `CHUNKS_DONE` to `OPENED`, which are 0 while no kernel runs.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        # Whether all ranks make staging memory together, including ranks that need none.
         self.staged_together = group.schedules_need_registration
         defaults = group.runtime.launch_defaults
         staged_bytes = defaults.staged_pinned_bytes * (group.world_size - 1)
+        # The greatest size of a schedule's input or output, in bytes, that CPUs copy through pinned memory.
         self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
         # All ranks get the same `own_box`, because they share a host and thus a driver.
         own_box = group.world_size > 1 and not self.staged_together
+        # The greatest size, in bytes, of a copy within the device that goes through the next rank's memory.
         self.own_box_bytes = defaults.own_box_bytes * (group.world_size - 1) if own_box else 0
         # The next rank's box is mapped now, because a graph capture may be the first to use the box.
         self._box = allocate(group, self.own_box_bytes, "uint8", "staging") if self.own_box_bytes else None
         self._own_box = _at_next(group, self._box)
         self._stages: dict[Side, list[Array]] = {}
         self._boxes: _PinnedBoxes | None = None
+        # Device memory with the words from `CHUNKS_DONE` to `OPENED`, which are 0 while no kernel runs.
         self.reduction_words = group.device_memory.allocate((OPENED + 1) * _WORD_BYTES, "channels")
         if not self.staged_together:
             group.symmetric.serve(group.links.proxy)
@@ -138,11 +135,9 @@ class ScheduleMemories:
         return None if announced is None else self._announced(announced, ptr, dict)
 
     def target(self, ptr: int, nbytes: int) -> ScheduleSpan | None:
-        """Returns the schedules' memory that holds an array to receive into; None if the array must be staged.
-
-        Raises:
-            CommunicatorError: the group failed before a peer's proxy had mapped the memory.
-            WaitTimeoutError: a peer's proxy did not map the memory within the time-out.
+        """Returns the schedules' memory that holds an array to receive into; None if the array must be staged. Raises
+        CommunicatorError if the group failed before a peer's proxy had mapped the memory, and WaitTimeoutError if a
+        peer's proxy did not map the memory within the time-out.
         """
         if self.staged_together:
             return self._registered(ptr, nbytes)
@@ -184,11 +179,8 @@ class ScheduleMemories:
 
         If `staged_together`, all ranks call this together with the same arguments. Otherwise the peers' proxies are
         asked to map the memory, and the first post of the memory waits for their replies, so that a call with several
-        pieces of new staging memory waits only once.
-
-        Raises:
-            ResourceError: the device has no memory left, or a proxy has no ids left for memory. If a peer's proxy has
-                none left, a post raises this error.
+        pieces of new staging memory waits only once. Raises ResourceError if the device has no memory left, or a proxy
+        has no ids left for memory; if a peer's proxy has none left, a post raises this error.
         """
         stages = self._stages.setdefault(side, [])
         found = next((stage for stage in stages if stage.nbytes >= nbytes), None)

@@ -1,5 +1,4 @@
-"""Sends arrays between neighbours in the ring of ranks. A send waits for a receive only if the neighbour has no free
-slot.
+"""Sends arrays between neighbours in the ring of ranks. A send waits only if the neighbour has no free slot.
 
 Each rank has send slots and receive slots for each neighbour, and uses them cyclically. In a send, the caller's stream
 copies the array to a send slot, and the proxy moves the data to the neighbour's receive slot. A receive copies the data
@@ -25,44 +24,33 @@ _COPY = 1  # index of the copy in a receive's operations, where adjacent waits a
 
 
 class _Flow:
-    """This rank's sends to a neighbour, or its receives from a neighbour, with their slots.
-
-    Attributes:
-        channel: carries the flow's data, and in the opposite direction the signals that free slots.
-        count: the number of this rank's sends or receives so far.
-        begin: the offset of the flow's slots in this rank's memory.
-        sent: by slot, the event after the slot's latest send; only on GPUs.
-    """
+    """This rank's sends to a neighbour, or its receives from a neighbour, with their slots."""
 
     def __init__(self, channel: int, begin: int) -> None:
-        self.channel, self.begin = channel, begin
-        self.count = 0
-        self.sent: dict[int, Event] = {}
+        self.channel = channel  # carries the flow's data, and in the opposite direction the signals that free slots
+        self.begin = begin  # the offset of the flow's slots in this rank's memory
+        self.count = 0  # the number of this rank's sends or receives so far
+        self.sent: dict[int, Event] = {}  # by slot, the event after the slot's latest send; only on GPUs
 
 
 class RingSlots:
-    """Slots between the ranks of a group and their neighbours. All ranks construct a `RingSlots` together, with the
-    same arguments.
+    """Slots between a group's ranks and their neighbours. All ranks construct a `RingSlots` together and alike.
 
     A rank's sends and receives run one after the other in the order of the calls, even if the calls are on different
-    streams. A send delays the caller's stream only until the data is in this rank's slot.
+    streams. A send delays the caller's stream only until the data is in this rank's slot. Raises ResourceError if the
+    device has no memory left, or a proxy has no ids left for memory or channels, and ArgumentError if this rank can't
+    access a neighbour's memory.
 
     Args:
         group: at least two ranks; the group must not be used for anything else. The slots live until the group is
             released.
         slot_bytes: the greatest size of a send in bytes.
         slots: the number of sends to a neighbour that need not wait for a receive.
-
-    Attributes:
-        neighbours: the ranks before and after this rank, which with two ranks are the same.
-
-    Raises:
-        ResourceError: the device has no memory left, or a proxy has no ids left for memory or channels.
-        ArgumentError: this rank can't access a neighbour's memory.
     """
 
     def __init__(self, group: Group, slot_bytes: int, slots: int) -> None:
         self._group, self._slot_bytes, self._slots = group, slot_bytes, slots
+        # The ranks before and after this rank, which with two ranks are the same.
         self.neighbours = _neighbours(group.rank, group.world_size)
         up, down = schedule_channels(group, self.neighbours, 2)  # `up`: to higher ranks, `down`: to lower ranks
         nbytes = 2 * len(self.neighbours) * slots * slot_bytes
@@ -84,15 +72,13 @@ class RingSlots:
         group.exchange.barrier("slots: all ranks have made their slots")
 
     def send(self, view: ArrayView, peer: int, stream: StreamLike) -> None:
-        """Sends an array to a neighbour. Work queued later on the stream may overwrite the array.
+        """Sends an array to a neighbour. Work queued later on the stream may overwrite the array. Raises
+        CommunicatorError if the group has failed.
 
         Args:
             view: the array, of at most `slot_bytes`.
             peer: a neighbour.
             stream: None on the host runtime; the call then returns when the array is in the neighbour's slot.
-
-        Raises:
-            CommunicatorError: the group has failed.
         """
         group, flow = self._group, self._sends[peer]
         with self._lock:
@@ -177,13 +163,7 @@ class RingSlots:
         source = self._array.ptr + flow.begin + slot * self._slot_bytes
         copy = CopyBytes(source + 1, source, nbytes)  # `receive` replaces this placeholder
         came_in, opens = self._turn()
-        return [
-            Schedule(sends=(frees,), receives=(came,)),
-            came_in,
-            copy,
-            opens,
-            *rings.end([0], gated=True),
-        ]
+        return [Schedule(sends=(frees,), receives=(came,)), came_in, copy, opens, *rings.end([0], gated=True)]
 
 
 def _neighbours(rank: int, world_size: int) -> Sequence[int]:

@@ -21,13 +21,11 @@ class ScheduleRings:
     """Adds schedules to the proxy, and removes schedules that no stream can start any longer.
 
     Captured schedules are never removed, because the library does not know the lifetime of the graph.
-
-    Attributes:
-        words: the addresses of the words by which streams, kernels and the proxy wait for one another.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        # The addresses of the words by which streams, kernels and the proxy wait for one another.
         self.words = group.links.proxy.schedule_pointers
         self._dropped: list[tuple[Any, list[int]]] = []  # the prepared operations, and the numbers of their schedules
 
@@ -49,11 +47,8 @@ class ScheduleRings:
 
     def prepare(self, steps: Sequence[Step]) -> StreamOperations:
         """Adds the schedules among the steps to the proxy, and returns the stream operations, in which writes to the
-        bell replace the schedules.
-
-        Raises:
-            ResourceError: no numbers are left.
-            ProxyLostError: the daemon that runs the proxy is lost.
+        bell replace the schedules. Raises ResourceError if no numbers are left, and ProxyLostError if the daemon that
+        runs the proxy is lost.
         """
         self._remove_dropped()
         proxy = self._group.links.proxy

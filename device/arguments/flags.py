@@ -8,14 +8,12 @@ from proxyccl.device.errors import ArgumentError
 
 
 def as_flag(value: Any, argument: str) -> bool:
-    """Returns a caller's flag as a bool.
+    """Returns a caller's flag as a bool. Raises ArgumentError if the value is neither true nor false, such as an array
+    of several elements.
 
     Args:
         value: the argument.
         argument: the argument's name in messages.
-
-    Raises:
-        ArgumentError: the value is neither true nor false, such as an array of several elements.
     """
     if value is True or value is False:
         return value

@@ -30,22 +30,18 @@ def find_items(value: Any) -> list[Any] | None:
 
 
 def find_extents(value: Any) -> list[Any] | None:
-    """Returns a list of the extents of a shape, which may be a number or a collection; returns None for anything
-    else."""
+    """Returns a list of the extents of a shape, which may be a number or a collection; None for anything else."""
     return [value] if find_integer(value) is not None else find_items(value)
 
 
 def as_integer(value: Any, argument: str, expected: str, lowest: int, highest: int | None = None) -> int:
-    """Returns a caller's integer as an int.
+    """Returns a caller's integer as an int. Raises ArgumentError if the value is not an integer, or is out of range.
 
     Args:
         value: the argument.
         argument: the argument's name in messages.
         expected: the error's description of valid values, such as "must be a rank from 0 to 3".
         lowest, highest: the valid range. With `highest` None there is no upper limit.
-
-    Raises:
-        ArgumentError: the value is not an integer, or is out of range.
     """
     number = find_integer(value)
     if number is None or number < lowest or (highest is not None and number > highest):

@@ -27,8 +27,7 @@ def require_text(value: Any, argument: str) -> str:
 
 
 def require_texts(values: Any, argument: str) -> tuple[str, ...]:
-    """Returns a tuple of strings, each checked by `require_text`. Raises ArgumentError for anything else, including a
-    single string."""
+    """Returns a tuple of texts checked by `require_text`. Raises ArgumentError for anything else, also for a string."""
     texts = None if isinstance(values, str | bytes) else find_items(values)
     if texts is None:
         raise ArgumentError(argument, f"must be a sequence of strings, not {values!r}")

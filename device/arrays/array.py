@@ -202,7 +202,8 @@ def require_unmasked(x: object, argument: str) -> None:
 
 
 def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
-    """Returns a view of the caller's array.
+    """Returns a view of the caller's array. Raises ArgumentError if `x` is not an array, has no memory, has a mask, is
+    a lazy view of torch's, is not contiguous, or has an unknown element type or device.
 
     Args:
         x: an `Array`, or anything with ``__dlpack__``, ``__cuda_array_interface__`` or the buffer protocol;
@@ -210,10 +211,6 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
         argument: the argument's name in messages.
         gpu: the runtime of arrays with ``__cuda_array_interface__``: "cuda", or "hip", because AMD's packages also
             offer this attribute.
-
-    Raises:
-        ArgumentError: `x` is not an array, has no memory, has a mask, is a lazy view of torch's, is not contiguous, or
-            has an unknown element type or device.
     """
     if isinstance(x, ArrayView):
         return x

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import operator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from proxyccl.device._native import ffi
-from proxyccl.device.arrays.dtypes import DType, from_dlpack_type
+from proxyccl.device.arrays.dtypes import from_dlpack_type
 from proxyccl.device.arrays.view import ArrayView, require_contiguous, require_memory
 from proxyccl.device.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from proxyccl.device._native import VoidPointer  # defined only in the type stub
 
 # DLPack device types (dlpack.h, DLDeviceType).
 _DL_CPU, _DL_CUDA, _DL_CUDA_HOST, _DL_ROCM, _DL_ROCM_HOST, _DL_CUDA_MANAGED = 1, 2, 3, 10, 11, 13
@@ -24,23 +21,6 @@ _DL_RUNTIME = {
     _DL_CUDA_HOST: "cuda",
     _DL_ROCM_HOST: "hip",
 }
-
-
-class Exportable(Protocol):
-    """An array in C order that can be exported."""
-
-    def hold(self) -> VoidPointer:
-        """Returns the address of the first element, in an object that keeps the array and its memory alive."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Elements in each dimension."""
-
-    @property
-    def dtype(self) -> DType:
-        """Element type."""
-
-    def __dlpack_device__(self) -> tuple[int, int]: ...
 
 
 def dlpack_device(runtime: str, device: int) -> tuple[int, int]:
@@ -80,9 +60,7 @@ _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _DLTENSOR = b"dltensor"
 _REFUSALS = (BufferError, RuntimeError, TypeError, ValueError)
-"""The errors that libraries raise if they can't export an array, for example because its memory was donated or
-deleted.
-"""
+"""Errors of libraries that can't export an array, for example because its memory was donated or deleted."""
 
 # The objects that keep each exported tensor's memory alive until its consumer calls the deleter.
 _exported: dict[int, tuple[object, ...]] = {}
@@ -103,8 +81,8 @@ _deleter = _Deleter(_release_export)
 _capsule_destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_drop_capsule)
 
 
-def export_dlpack(array: Exportable) -> Any:
-    """Returns a DLPack capsule of an array, which keeps the array alive until the consumer releases it."""
+def export_dlpack(array: Any) -> Any:
+    """Returns a DLPack capsule of an `Array`, which keeps the array alive until the consumer releases it."""
     device_type, device = array.__dlpack_device__()
     shape = (ctypes.c_int64 * len(array.shape))(*array.shape)
     managed = _DLManagedTensor()
@@ -112,7 +90,8 @@ def export_dlpack(array: Exportable) -> Any:
     held = array.hold()
     tensor.data, tensor.device_type, tensor.device_id = int(ffi.cast("uintptr_t", held)), device_type, device
     tensor.ndim, tensor.shape, tensor.strides, tensor.byte_offset = len(array.shape), shape, None, 0
-    tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes = (*array.dtype.dlpack, array.dtype.lanes)
+    tensor.dtype.code, tensor.dtype.bits = array.dtype.dlpack
+    tensor.dtype.lanes = array.dtype.lanes
     managed.deleter = _deleter
     address = ctypes.addressof(managed)
     _exported[address] = (managed, shape, held)
@@ -120,11 +99,8 @@ def export_dlpack(array: Exportable) -> Any:
 
 
 def from_dlpack(x: Any, argument: str) -> ArrayView:
-    """Returns a view of an array that has ``__dlpack__``.
-
-    Raises:
-        ArgumentError: the array has no memory, is not contiguous, has an unknown element type or device, or its library
-            refuses the export.
+    """Returns a view of an array that has ``__dlpack__``. Raises ArgumentError if the array has no memory, is not
+    contiguous, has an unknown element type or device, or its library refuses the export.
     """
     try:
         device_type, device = map(operator.index, x.__dlpack_device__())

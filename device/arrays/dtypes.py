@@ -22,11 +22,7 @@ class DType(ElementType):
         return self.name
 
     def numpy(self) -> np.dtype[Any]:
-        """The numpy dtype. bfloat16 and float8 need the package ml_dtypes.
-
-        Raises:
-            ArgumentError: ml_dtypes is not installed, or lacks the type.
-        """
+        """The numpy dtype. Raises ArgumentError if ml_dtypes, for bfloat16 and float8, is missing or lacks the type."""
         import numpy as np
 
         with contextlib.suppress(TypeError):
@@ -47,10 +43,8 @@ _BY_DLPACK = {(*dtype.dlpack, dtype.lanes): dtype for dtype in DTYPES.values()}
 
 
 def as_dtype(value: Any, argument: str = "dtype") -> DType:
-    """Returns the `DType` for a name, a numpy dtype or scalar type, a torch dtype, or a `DType`.
-
-    Raises:
-        ArgumentError: the element type is unknown.
+    """Returns the `DType` for a name, a numpy dtype or scalar type, a torch dtype, or a `DType`. Raises ArgumentError
+    if the element type is unknown.
     """
     if isinstance(value, DType):
         return value

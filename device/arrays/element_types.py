@@ -16,27 +16,16 @@ _E4M3FN, _E4M3FNUZ, _E5M2, _E5M2FNUZ, _E8M0FNU, _E2M1FN = 10, 11, 12, 13, 14, 17
 
 @dataclass(frozen=True)
 class ElementType:
-    """An element type.
+    """An element type."""
 
-    Attributes:
-        name: the name in numpy, ml_dtypes and torch: ``"float32"``, ``"bfloat16"``, …
-        itemsize: bytes of an element.
-        dlpack: DLPack's (type code, bits).
-        c_name: the type's name in kernels (``reduce.h``); "" if kernels do not reduce the type.
-        plan_name: the type's name in ``float8.h``, if only kernels of execution plans reduce the type.
-        lanes: the number of DLPack values in an element.
-        accumulator: bytes of the type in which reductions accumulate; 0 if that is the element type.
-        tokens: whether tokens of the expert-parallel layer can have this type.
-    """
-
-    name: str
-    itemsize: int
-    dlpack: tuple[int, int]
-    c_name: str = ""
-    accumulator: int = 0
-    tokens: bool = False
-    plan_name: str = ""
-    lanes: int = 1
+    name: str  # the name in numpy, ml_dtypes and torch: ``"float32"``, ``"bfloat16"``, …
+    itemsize: int  # bytes of an element
+    dlpack: tuple[int, int]  # DLPack's (type code, bits)
+    c_name: str = ""  # the type's name in kernels (``reduce.h``); "" if kernels do not reduce the type
+    accumulator: int = 0  # bytes of the type in which reductions accumulate; 0 if that is the element type
+    tokens: bool = False  # whether tokens of the expert-parallel layer can have this type
+    plan_name: str = ""  # the type's name in ``float8.h``, if only kernels of execution plans reduce the type
+    lanes: int = 1  # the number of DLPack values in an element
 
     @property
     def accumulator_itemsize(self) -> int:

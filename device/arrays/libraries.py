@@ -25,19 +25,15 @@ def _is_cupy(kind: type) -> bool:
 
 def from_torch(x: Any, argument: str, *, in_bytes: bool = False) -> ArrayView:
     """Returns a view of a tensor. With `in_bytes`, the view is a one-dimensional array of the tensor's bytes, and any
-    element type is allowed.
-
-    Raises:
-        ArgumentError: the tensor has no memory, is a lazy view, is not contiguous, or has an unknown element type or
-            device.
+    element type is allowed. Raises ArgumentError if the tensor has no memory, is a lazy view, is not contiguous, or has
+    an unknown element type or device.
     """
     # Avoids DLPack, which takes microseconds and refuses tensors that require a gradient.
     require_tensor_memory(x, argument)
     for is_lazy, kind, method in ((x.is_conj(), "conjugate", "conj"), (x.is_neg(), "negative", "neg")):
         if is_lazy:
             raise ArgumentError(
-                argument,
-                f"the tensor is a {kind} view, whose memory holds other values; pass x.resolve_{method}()",
+                argument, f"the tensor is a {kind} view, whose memory holds other values; pass x.resolve_{method}()"
             )
     dtype = as_dtype("uint8" if in_bytes else x.dtype, argument)
     if not x.is_contiguous():
@@ -138,15 +134,12 @@ def _find_library(kind: type) -> _Library:
 
 
 class _Libraries(dict[type, _Library]):
-    """The `_Library` of each array type, found at the type's first lookup.
-
-    Attributes:
-        tensor_types: by type of torch's tensors, the capsule of DLPack's exchange functions in C. Only types whose
-            tensors have memory of their own are included.
-    """
+    """The `_Library` of each array type, found at the type's first lookup."""
 
     def __init__(self) -> None:
         super().__init__()
+        # By type of torch's tensors, the capsule of DLPack's exchange functions in C. Only types whose tensors have
+        # memory of their own are included.
         self.tensor_types: dict[type, object] = {}
 
     def __missing__(self, kind: type) -> _Library:

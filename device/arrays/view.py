@@ -13,21 +13,14 @@ from proxyccl.device.errors import ArgumentError
 
 @dataclass(frozen=True)
 class ArrayView:
-    """Address, shape and type of a contiguous array in C order. The view keeps the array's `owner` alive.
+    """Address, shape and type of a contiguous array in C order. The view keeps the array's `owner` alive."""
 
-    Attributes:
-        ptr: address of the first element.
-        shape: elements in each dimension.
-        dtype: element type.
-        device: runtime ("host", "cuda", "hip") and device number; the number is -1 if the exporter does not report it.
-        writable: whether the exporter allows writes.
-    """
-
-    ptr: int
-    shape: tuple[int, ...]
-    dtype: DType
+    ptr: int  # address of the first element
+    shape: tuple[int, ...]  # elements in each dimension
+    dtype: DType  # element type
+    # Runtime ("host", "cuda", "hip") and device number; the number is -1 if the exporter does not report it.
     device: tuple[str, int]
-    writable: bool
+    writable: bool  # whether the exporter allows writes
     owner: object
 
     @functools.cached_property

@@ -13,7 +13,8 @@ Shipped = tuple[str, str, str | None, str | None]
 
 
 def compile_kernels(compiler: Compiler, architecture: str, kernels: Sequence[Shipped], threads: int) -> tuple[int, int]:
-    """Compiles kernels of a GPU into the cache.
+    """Compiles kernels of a GPU into the cache. Raises CompileError if the compiler failed, for example because it does
+    not know the architecture.
 
     Args:
         compiler: the GPU's compiler.
@@ -23,9 +24,6 @@ def compile_kernels(compiler: Compiler, architecture: str, kernels: Sequence[Shi
 
     Returns:
         The number of images that were compiled, and the number that were already in the cache.
-
-    Raises:
-        CompileError: the compiler failed, for example because it does not know the architecture.
     """
     options = shipped_options(compiler, architecture)
     sources = list(dict.fromkeys(shipped_source(*kernel) for kernel in kernels))  # kernels may share a source

@@ -3,8 +3,7 @@
 The key covers the source with its includes, the options, the compiler and every shipped header, so a cached file is
 never stale. A file ends with its length and digest, so a damaged file is detected and compiled again. A new file is
 written under a temporary name and moved into place. If several threads or processes need a source at the same time, the
-first compiles it and the others wait. Cached code runs as this user, so neither the directory nor a file may be another
-user's.
+first compiles it and the others wait. Cached code runs as this user, who must own the directory and the files.
 """
 
 from __future__ import annotations
@@ -93,14 +92,11 @@ os.register_at_fork(after_in_child=_building.clear)  # a fork's child lacks the 
 
 
 def loaded_object(key_parts: tuple[str, ...], build: Callable[[], bytes], load: Callable[[Path], T]) -> T:
-    """Returns `load(path)` for the shared object with this key. If the cache has no object with this key, `build()`
-    returns its contents.
+    """Returns `load(path)` for the shared object with this key, which `build()` makes unless the cache has it.
 
-    If the cache can't be used, this process keeps the file in memory, and a warning is issued once.
-
-    Raises:
-        UntrustedPathError: other users can change the directory that ``PROXYCCL_CACHE`` names.
-        CompileError: the file can't be loaded.
+    If the cache can't be used, this process keeps the file in memory, and a warning is issued once. Raises
+    UntrustedPathError if other users can change the directory that ``PROXYCCL_CACHE`` names, and CompileError if the
+    file can't be loaded.
     """
     name = _name(key_parts, ".so")
     with _building.setdefault(name, threading.Lock()):
@@ -134,8 +130,7 @@ def _found_or_built(directory: int, path: Path, build: Callable[[], bytes]) -> t
 
 
 def _found(directory: int, path: Path) -> bytes | None:
-    """Returns a file's contents; returns None if the file does not exist, or, with a warning in the log, if it is
-    damaged or untrusted."""
+    """Returns a file's contents; None if the file is missing or, with a logged warning, damaged or untrusted."""
     try:
         content = unsealed(read_private(directory, path))
     except FileNotFoundError:
@@ -149,11 +144,8 @@ def _found(directory: int, path: Path) -> bytes | None:
 
 
 def _open_cache(*, make: bool) -> int:
-    """Returns a descriptor of the cache's directory.
-
-    Raises:
-        UntrustedPathError: ``PROXYCCL_CACHE`` names a directory that other users can change.
-        OSError: the directory can't be used.
+    """Returns a descriptor of the cache's directory. Raises UntrustedPathError if ``PROXYCCL_CACHE`` names a directory
+    that other users can change, and OSError if the directory can't be used.
     """
     named = bool(os.environ.get("PROXYCCL_CACHE"))
     try:
@@ -168,8 +160,7 @@ _open: dict[tuple[int, int], int] = {}  # descriptors of directories, by device 
 
 
 def _keep_open(descriptor: int) -> int:
-    """Returns a descriptor of the directory that stays open, so that the paths of its loaded objects stay valid and
-    unique."""
+    """Returns a directory's descriptor, which stays open to keep the paths of loaded objects valid and unique."""
     info = os.fstat(descriptor)
     identity = info.st_dev, info.st_ino
     kept = _open.setdefault(identity, descriptor)
@@ -206,14 +197,11 @@ def shipped_options(compiler: Compiler, architecture: str) -> tuple[str, ...]:
 
 
 def compiled_image(compiler: Compiler, source: str, options: tuple[str, ...]) -> bytes:
-    """Returns the GPU image of a source, from the cache or by compiling. The source may include only this library's
-    headers.
+    """Returns the GPU image of a source that includes only this library's headers, from the cache or by compiling.
 
-    If the cache can't be used, this process keeps the image in memory, and a warning is issued once.
-
-    Raises:
-        UntrustedPathError: other users can change the directory that ``PROXYCCL_CACHE`` names.
-        CompileError: the source does not compile.
+    If the cache can't be used, this process keeps the image in memory, and a warning is issued once. Raises
+    UntrustedPathError if other users can change the directory that ``PROXYCCL_CACHE`` names, and CompileError if the
+    source does not compile.
     """
     name = _image_name(compiler, source, options)
     with _building.setdefault(name, threading.Lock()):

@@ -96,8 +96,7 @@ def kernels_of_image(image: bytes) -> list[str]:
 
 
 def symbols_in_namespace(image: bytes) -> dict[str, str]:
-    """Returns the mangled symbols of an image's kernels in the namespace `proxyccl`, by the kernels' unmangled
-    names."""
+    """Returns the mangled symbols of an image's kernels in the namespace `proxyccl`, by the unmangled names."""
     return {
         match[2][: int(match[1])].decode(): match[0].removesuffix(b".kd").decode()
         for match in _IN_NAMESPACE.finditer(image)

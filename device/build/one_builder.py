@@ -17,7 +17,7 @@ _PAUSE = 0.01  # seconds between two attempts to lock
 def one_builder(directory: int, path: Path) -> Iterator[bool]:
     """Returns a context that holds the lock of a file. Waits at most 10 minutes for another process's lock.
 
-    The operating system releases the lock if the process is killed.
+    The operating system releases the lock if the process is killed. Raises OSError if the directory can't be written.
 
     Args:
         directory: a descriptor of the file's directory, in which the lock file is created.
@@ -25,9 +25,6 @@ def one_builder(directory: int, path: Path) -> Iterator[bool]:
 
     Yields:
         Whether this process has waited, in which case another process has probably built the file.
-
-    Raises:
-        OSError: the directory can't be written.
     """
     name = f".{path.name}.lock"
     descriptor, waited = _lock(directory, name)

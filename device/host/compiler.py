@@ -28,11 +28,7 @@ _LARGEST_FRAME = 96 << 10  # bytes of a function's stack frame; a kernel's threa
 
 
 def find_compiler() -> list[str]:
-    """Returns the C++ compiler's command.
-
-    Raises:
-        CompileError: there is no compiler; the message says what to install.
-    """
+    """Returns the C++ compiler's command. Raises CompileError, which says what to install, if there is none."""
     explicit = os.environ.get("CXX", "").split()
     for command in [explicit] if explicit else [["g++"], ["c++"], ["clang++"]]:
         if shutil.which(command[0]):
@@ -58,10 +54,8 @@ def compiler_version(command: tuple[str, ...]) -> str:
 def load_source(
     source: str, names: list[str], options: tuple[str, ...], include_dirs: tuple[str, ...], load: Callable[[Path], T]
 ) -> T:
-    """Returns `load(path)` of a source's shared object, which is compiled unless it is in the cache.
-
-    Raises:
-        CompileError: there is no compiler, or the source does not compile; the error has the compiler's messages.
+    """Returns `load(path)` of a source's shared object, which is compiled unless it is in the cache. Raises
+    CompileError if there is no compiler, or the source does not compile; the error has the compiler's messages.
     """
     command = _command(options, include_dirs)
     key = text = text_with_exports(for_the_host(source), names)
@@ -99,8 +93,7 @@ def _loaded(key: str, command: list[str], build: Callable[[], bytes], load: Call
 
 
 def _compiled(command: list[str], text: str, kernels: str) -> bytes:
-    # The compiler writes to a temporary directory, not to the cache: its exit status would not tell a full disk from an
-    # error in the source.
+    # The compiler writes to a temporary directory, because its exit status does not tell a full disk from an error.
     with tempfile.TemporaryDirectory(prefix="proxyccl-") as directory:
         made = Path(directory, "kernels.so")
         _run([*command, "-o", str(made)], text, "compile", lambda: _announce(kernels))

@@ -19,8 +19,7 @@ _CUDA = re.compile(r"__\w+|(?:atomic|cuda|tex|surf|cg|cooperative_groups)\w*")
 
 
 def for_the_host(source: str) -> str:
-    """Returns the source with declarations of dynamic shared memory rewritten for the emulator. Line numbers stay the
-    same.
+    """Returns the source with dynamic shared memory declared for the emulator. Line numbers stay the same.
 
     ``extern __shared__ float values[];`` becomes a pointer to memory that the launch has allocated.
     """

@@ -29,8 +29,7 @@ void __tsan_acquire(void* address) __attribute__((weak));
 void __tsan_release(void* address) __attribute__((weak));
 }
 
-// The dynamic loader's function that returns a module's thread-local memory in the calling thread, and allocates it if
-// necessary.
+// The dynamic loader's function that returns, and may allocate, the calling thread's thread-local memory of a module.
 struct TlsIndex {
   unsigned long module, offset;
 };
@@ -285,8 +284,7 @@ void syncBlock(Fiber* base) {
 
 FiberState* laneOf(Block* block, uint32_t warp, uint32_t lane) { return block->fibers[warp * kWarp + lane]; }
 
-// Completes a warp exchange if each live lane of `mask` waits in it. `current` is the running fiber, which stays
-// linked.
+// Completes a warp exchange if each live lane of `mask` waits in it. The running fiber, `current`, stays linked.
 bool completeExchange(Block* block, uint32_t warp_index, uint32_t mask, FiberState* current) {
   Warp& warp = block->warps[warp_index];
   const uint32_t members = mask & warp.live;
@@ -307,8 +305,7 @@ bool completeExchange(Block* block, uint32_t warp_index, uint32_t mask, FiberSta
       fiber->exchange_result = bits;
     } else {
       const uint32_t source = fiber->exchange_source;
-      // If the source lane does not take part, a GPU's result is undefined; the emulator returns the reading lane's
-      // value.
+      // On a GPU, the result of an absent source lane is undefined; here it is the reading lane's value.
       fiber->exchange_result =
           members >> source & 1 ? laneOf(block, warp_index, source)->exchange_value : fiber->exchange_value;
     }
@@ -380,8 +377,7 @@ const EmulatorApi kApi = {syncBlock, shuffleLanes, ballotLanes, spin, nowNanosec
   --block->live;
   warp.live &= ~(1u << fiber->lane);
   block->idle_rounds = 0;
-  // Releases the fibers that waited for this fiber. This fiber stays linked until the released ones are linked after
-  // it.
+  // Releases the fibers that waited for this fiber, which stays linked until the released ones are linked after it.
   if (block->live > 0 && block->at_barrier == block->live) releaseBarrier(block, fiber);
   for (uint32_t lane = 0; lane < kWarp && warp.waiting; ++lane)
     if (warp.waiting >> lane & 1)

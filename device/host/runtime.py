@@ -56,8 +56,7 @@ class HostRuntime(Runtime):
             proxy's thread makes the copies, which is faster with few cores.
         cxxflags: options for the C++ compiler, for example for a sanitizer. With options, shipped kernels are compiled
             at run time.
-        blocks: most blocks of a shipped collective, the same on all ranks. More blocks than cores per rank make
-            collectives slower.
+        blocks: most blocks of a shipped collective, the same on all ranks; more than a rank's cores make it slower.
     """
 
     name = "host"
@@ -278,8 +277,7 @@ class HostRuntime(Runtime):
         return StreamEvents(int(ffi.cast("uintptr_t", _ORDER)), take, lambda handle: events.pop(handle).close())
 
     def order_streams(self, first: int, then: int) -> None:
-        """Makes later work of `then` wait for work queued on `first`. Does nothing if `first` is closed, because it has
-        no queued work."""
+        """Makes later work of `then` wait for work queued on `first`; a closed `first` has no queued work."""
         if any(stream.handle == first and not stream.closed for stream in self._all_streams()):
             event = self.create_event()
             event.record(first)
@@ -345,8 +343,7 @@ class HostRuntime(Runtime):
             _default_control(module)[0] = 0
 
     def _load_shipped(self, name: str, kernel: Shipped, compiled_only: bool) -> Kernel:
-        """Loads a kernel from the installation's libraries if it has them, else from the cache, or compiles the
-        kernel."""
+        """Loads a kernel from the installation's libraries or else from the cache, or compiles the kernel."""
         file, _, dtype, _ = kernel
         library = shipped_library(group_of(file, dtype))
         if library is None or self._cxxflags:

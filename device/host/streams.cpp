@@ -110,8 +110,7 @@ class Start {
  public:
   explicit Start(uint32_t threads) : missing_(threads) {}
 
-  // Called once by each thread. `ready` says whether the thread has its memory. Returns whether all threads have their
-  // memory.
+  // Called once by each thread; `ready` says whether it has its memory. Returns whether all threads have their memory.
   bool meet(bool ready) {
     std::unique_lock<std::mutex> lock(mutex_);
     ready_ &= ready;
@@ -129,8 +128,7 @@ class Start {
   bool ready_ = true;
 };
 
-// Runs all blocks of a launch, the first in this thread, and returns when all have ended. Throws if threads can't be
-// started.
+// Runs all blocks of a launch, the first in this thread, and returns at their end. Throws if a thread can't be started.
 int runLaunch(const Launch& launch) {
   const uint32_t blocks = launch.grid.x * launch.grid.y * launch.grid.z;
   const uint32_t resident = std::min<uint32_t>(blocks, PROXYCCL_HOST_MAX_RESIDENT_BLOCKS);
@@ -294,8 +292,7 @@ class Event {
     pending_.push_back(++recorded_);
     return recorded_;
   }
-  // Withdraws a record that begin() made and that no stream will finish. Waits for this record become waits for the
-  // previous record.
+  // Withdraws a record of begin() that no stream will finish. Waits for the record become waits for the previous one.
   void withdraw(uint64_t record) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (recorded_ == record) --recorded_;
@@ -466,8 +463,7 @@ void carryOut(const ProxycclStreamOperation& operation) {
     __atomic_store_n(word, operation.value, __ATOMIC_RELEASE);  // a release, which enqueueWrite() explains
     return;
   }
-  // Acquire: pairs with the release of the word's writer, so that the stream's later work sees the writer's earlier
-  // stores.
+  // Acquire: pairs with the release of the word's writer, whose earlier stores the stream's later work must see.
   for (uint32_t rounds = 0; __atomic_load_n(word, __ATOMIC_ACQUIRE) < operation.value; ++rounds) {
     backOff(rounds);
     if (timeToLook(rounds)) lookAround();

@@ -15,14 +15,11 @@ from proxyccl.device.process.interrupts import SLICE_MS
 
 
 class HostStream(OwnedStream):
-    """A stream of the host runtime.
+    """A stream of the host runtime. Raises ResourceError if the stream's thread can't be started.
 
     Args:
         kind: which thread runs the work: PROXYCCL_HOST_QUEUED, PROXYCCL_HOST_INLINE or PROXYCCL_HOST_IN_CALLER
             (runtime.h).
-
-    Raises:
-        ResourceError: the stream's thread can't be started.
     """
 
     def __init__(self, kind: int) -> None:

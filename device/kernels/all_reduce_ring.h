@@ -36,8 +36,7 @@ PROXYCCL_DEVICE void all_reduce_ring(const ProxycclTeam& team, const T* in, T* o
     auto size = [&](uint32_t s) { return minimum(share, lane_begin + lane_size - begin(s)); };
 
     const uint32_t buffer = round % PROXYCCL_ROUND_BUFFERS;
-    // Sends value(i) for i < n to slot `slot` of the next rank, then waits for the previous rank's data of the same
-    // step.
+    // Sends value(i) for i < n to slot `slot` of the next rank, then waits for the previous rank's data of this step.
     auto pass = [&](uint32_t slot, auto* to, uint64_t n, auto&& value) {
       forEach(n, lane.thread(), lane.threads(), [&](uint64_t i) { to[i] = value(i); });
       lane.syncBeforePost();

@@ -15,8 +15,7 @@
 
 namespace proxyccl {
 
-// Ends a kernel of the team: the last block that calls it adds the kernel's number of rounds to the team's counter of
-// rounds.
+// Ends a kernel of the team: the last block to call it adds the kernel's rounds to the team's counter of rounds.
 PROXYCCL_DEVICE void finishKernel(const ProxycclTeam& team, uint64_t rounds) {
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -28,8 +27,7 @@ PROXYCCL_DEVICE void finishKernel(const ProxycclTeam& team, uint64_t rounds) {
   storeRelaxedDevice<uint64_t>(&counters.round, counters.round + rounds);
 }
 
-// The functions below are not inlined: only one thread calls them, rarely, but inlining would cost all threads
-// registers.
+// Not inlined: only one thread calls these functions, rarely, but inlining would cost all threads registers.
 PROXYCCL_OUT_OF_LINE void postThroughProxy(const ProxycclProxyChannel* handle, uint64_t dst_offset, uint64_t src_offset,
                                            uint64_t bytes) {
   const ProxyChannelDeviceHandle channel{*handle};
@@ -110,8 +108,7 @@ class Lane {
       __syncthreads();
     }
   }
-  // A barrier of the lane before a post(), so that a peer that sees the signal also sees everything that the lane
-  // wrote.
+  // A barrier of the lane before a post(), so that a peer that sees the signal also sees all that the lane wrote.
   PROXYCCL_DEVICE void syncBeforePost() const {
     syncThreadsSystem();
     if (one_lane_) sync();
@@ -266,8 +263,7 @@ class Exchange {
   PROXYCCL_DEVICE void finish() const { finishKernel(team_, round_ - first_round_); }
 
  private:
-  // Returns the number of elements of a piece. A piece has whole cache lines, fits a slot, and gives all lanes equal
-  // shares.
+  // Returns a piece's number of elements: whole cache lines, at most a slot, in equal shares for all lanes.
   PROXYCCL_DEVICE uint64_t pieceLength(uint64_t total, uint64_t size) const {
     const uint64_t lanes = lane_.count(), line = 128 / size;
     const uint64_t rounds = divideUp(total, lanes * (slotBytes() / size));

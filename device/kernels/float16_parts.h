@@ -1,5 +1,4 @@
-// Converts float16 to and from float32, in which a hierarchical reduction computes, because a node's partial sum may
-// exceed float16's range.
+// Converts float16 to float32 and back for hierarchical reductions, whose partial sums may exceed float16's range.
 #pragma once
 
 #include "proxyccl/copy.h"

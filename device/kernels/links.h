@@ -1,5 +1,4 @@
-// A block's links to the blocks with the same number on all other ranks, if all peers are mapped. Thread p handles the
-// link to rank p.
+// A block's links to the same-numbered blocks of all other ranks, whose memory is mapped. Thread p serves rank p.
 #pragma once
 
 #include "proxyccl/proxyccl.h"

@@ -65,8 +65,7 @@ PROXYCCL_TEAM_KERNEL all_gather(const ProxycclTeam team, const char* in, char* o
   exchange.finish();
 }
 
-// An in-place call stores nothing directly to peers' outputs, because each output is also an input that its rank must
-// still read.
+// An in-place call stores nothing directly to peers, because each output is also an input that its rank still reads.
 PROXYCCL_TEAM_KERNEL all_to_all(const ProxycclTeam team, const char* in, char* out, uint64_t bytes) {
   using namespace proxyccl;
   Exchange exchange(team);

@@ -35,8 +35,7 @@ PROXYCCL_DEVICE void meetInBlock() {
 #endif
 }
 
-// Called by all threads of a block: returns the first thread's value. After the call, all threads see what the first
-// thread has acquired.
+// Called by all threads of a block: returns the first thread's value, and shows all threads what that thread acquired.
 PROXYCCL_DEVICE uint32_t ofFirstThread(uint32_t value) {
 #if PROXYCCL_SMALL_BLOCKS
   syncWarp();
@@ -50,8 +49,7 @@ PROXYCCL_DEVICE uint32_t ofFirstThread(uint32_t value) {
 #endif
 }
 
-// Called by all threads of a block: returns the number of the next chunk; if it is not less than the number of chunks,
-// none is left.
+// Called by all threads of a block: returns the next chunk's number; if none is left, at least the number of chunks.
 PROXYCCL_DEVICE uint32_t takeChunk(const ProxycclArrived& arrived) {
   return ofFirstThread(threadIdx.x == 0 ? fetchAddRelaxedDevice<uint32_t>(arrived.taken, 1) : 0);
 }

@@ -6,8 +6,7 @@
 
 namespace proxyccl {
 
-// One thread's part of a block of 128 elements that share a scale. A group of threads converts kBlocks blocks at a
-// time.
+// One thread's part of a block of 128 elements that share a scale. A group converts kBlocks blocks at a time.
 template <class T>
 struct ScaledPart {
   static constexpr uint32_t kEach = PROXYCCL_ON_HOST ? PROXYCCL_SCALED_ELEMENTS : sizeof(T) == 2 ? 8 : 4;
@@ -80,8 +79,7 @@ class ScaledNumbers {
     uint32_t at[kEach / 4];
   };
 
-  // Called by a group: loads blocks [first, last), at most kParts * kBlocks of them, and zeros in place of blocks from
-  // `last` on.
+  // Called by a group: loads blocks [first, last), at most kParts * kBlocks of them, and zeros from `last` on.
   PROXYCCL_DEVICE void load(const Group& group, const T* row, uint32_t first, uint32_t last) {
     const Half* words = inGlobal(reinterpret_cast<const Half*>(row));
 #pragma unroll
@@ -149,8 +147,7 @@ class ScaledNumbers {
 template <uint32_t kParts, class T, class StoreParts, class StoreScale>
 PROXYCCL_DEVICE void scaleBlocks(const Group& group, const T* row, uint32_t first, uint32_t last, bool aligned,
                                  StoreParts storeParts, StoreScale storeScale) {
-  // A scale costs a division, so each thread computes the scale of only one block. The group's scales are stored
-  // contiguously.
+  // A scale costs a division, so each thread computes one block's scale. The group's scales are stored contiguously.
   auto storeScales = [&](uint32_t lanes, float kept) {
     const uint32_t block = first + group.lane % lanes * (kGroupLanes / lanes) + group.lane / lanes;
     if (block < last) storeScale(block, scaleOf(kept));

@@ -49,8 +49,7 @@ class Units {
   uint64_t count_, whole_;
 };
 
-// Scatters and reduces team.pieces pieces. A piece has at most team.piece elements of each rank's share of team.share
-// elements.
+// Scatters and reduces team.pieces pieces, of at most team.piece elements of each rank's team.share elements.
 template <class T, class Op>
 class ScatteredReduction {
  public:

@@ -13,9 +13,7 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 def usable_cores(cores: int | None = None) -> int:
     """Returns the smaller of `cores` and the number of cores that control groups allow this process; at least 1.
-
-    Args:
-        cores: a number of cores; None for all cores of the machine.
+    `cores` is a number of cores; None for all cores of the machine.
     """
     allowed = cores_allowed()
     found = cores if cores is not None else os.cpu_count() or 1
@@ -35,8 +33,7 @@ def core_share(host_ranks: int, container_ranks: int) -> int:
 
 
 def cores_allowed(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> float | None:
-    """Returns the number of cores that control groups allow this process, by CPU quotas and cpusets; None if no limit
-    can be read.
+    """Returns the number of cores that control groups (CPU quotas, cpusets) allow; None if no limit can be read.
 
     Args:
         root: the directory at which control groups are mounted.

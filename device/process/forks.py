@@ -1,5 +1,4 @@
-"""Makes objects usable only in the process that made them, because a fork's child has copies of the objects but lacks
-their threads.
+"""Makes objects usable only in the process that made them: a fork's child copies objects without their threads.
 
 In the child, using an inherited object raises ClosedError, and its finalizer does nothing. The child may make its own
 objects.
@@ -18,15 +17,10 @@ from proxyccl.device.errors import ClosedError
 
 
 class Process(Struct, frozen=True, eq=False):
-    """The identity of a process. `here` returns the process's only instance.
+    """The identity of a process. `here` returns the process's only instance."""
 
-    Attributes:
-        pid: the process id, which the system may reuse.
-        token: 16 random bytes, which are unique.
-    """
-
-    pid: int = field(default_factory=os.getpid)
-    token: bytes = field(default_factory=lambda: os.urandom(16))
+    pid: int = field(default_factory=os.getpid)  # the process id, which the system may reuse
+    token: bytes = field(default_factory=lambda: os.urandom(16))  # 16 random bytes, which are unique
 
     @property
     def is_here(self) -> bool:
@@ -34,8 +28,7 @@ class Process(Struct, frozen=True, eq=False):
         return self is _here
 
     def require(self, owned: str) -> None:
-        """Raises ClosedError if the calling process is a fork of this process. `owned` names the object in the
-        error."""
+        """Raises ClosedError if the calling process is a fork of this process. `owned` names the object in errors."""
         if self is not _here:
             raise ClosedError(self.refusal(owned))
 
@@ -75,9 +68,7 @@ def _release(process: Process, release: Callable[..., Any], arguments: tuple[Any
 
 
 def keep_from_children(file: _Closable) -> None:
-    """Makes forks' children close a socket or a locked file, because otherwise other processes would not notice when
-    this process ends.
-    """
+    """Closes a socket or a locked file in forked children, which would hide the end of this process from others."""
     _kept.add(file)
 
 
@@ -87,8 +78,7 @@ class _Lock(Protocol):
 
 
 def hold_while_forking(lock: _Lock) -> None:
-    """Makes forks wait until a lock is free, because the child would lack the thread that releases the lock. Hold the
-    lock only briefly."""
+    """Makes forks wait for a lock, because the child would lack the thread that holds it. Hold the lock briefly."""
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 

@@ -39,13 +39,8 @@ def make_private(directory: Path, argument: str = "directory", *, secret: bool =
 
 
 def open_private(directory: Path, argument: str = "directory", *, secret: bool = False, make: bool = False) -> int:
-    """Opens a directory, with the checks of `require_private`. Returns the descriptor, which the caller closes.
-
-    Args:
-        directory: see `require_private`.
-        argument: see `require_private`.
-        secret: see `require_private`.
-        make: whether to make the directory and its parents if they are missing.
+    """Opens a directory, with the arguments and checks of `require_private`. Returns the descriptor, which the caller
+    closes. `make` says whether to make the directory and its parents if they are missing.
     """
     if make:
         _make(directory, 0o700 if secret else 0o755)
@@ -99,15 +94,13 @@ def read_private(
 
 
 def write_private(directory: int, path: Path, data: bytes) -> None:
-    """Writes a file atomically: writes a temporary file, synchronizes it to disk, and renames it.
+    """Writes a file atomically: writes a temporary file, synchronizes it to disk, and renames it. Raises OSError if the
+    file can't be written.
 
     Args:
         directory: a descriptor of the file's directory.
         path: the file's path, of which only the name is used. An existing file is replaced.
         data: the contents.
-
-    Raises:
-        OSError: the file can't be written.
     """
     draft = f".{path.name}-{os.urandom(8).hex()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

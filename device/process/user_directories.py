@@ -1,7 +1,6 @@
 """Finds directories for this user's files by the XDG rules, also for users without a home directory.
 
-Containers often run as a user without an entry in the passwd file, with no HOME, with HOME=/ or with a home that can't
-be written.
+Containers often run as a user without a passwd entry, with no HOME, or with a home that can't be written.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ NAME = "proxyccl"
 
 
 def user_directory(variable: str, below_home: str, purpose: str) -> Path:
-    """Returns the directory for one kind of this library's files. The directory need not exist or pass
-    `require_private`.
+    """Returns the directory for one kind of this library's files, which may be absent or fail `require_private`.
 
     Args:
         variable: the XDG variable that names the parent directory.

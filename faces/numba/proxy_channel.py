@@ -93,10 +93,8 @@ __device__ int proxyccl_channel(Channel* one, Channel channels, int64_t i) {
 
 def device_functions(architecture: str) -> bytes:
     """Compiles this module's device functions to LTO-IR for an architecture such as "sm_90". Compiling needs no device.
-
-    Raises:
-        RuntimeUnavailableError: cuda-bindings or NVRTC is not installed.
-        CompileError: NVRTC does not support the architecture.
+    Raises RuntimeUnavailableError if cuda-bindings or NVRTC is not installed, and CompileError if NVRTC does not
+    support the architecture.
     """
     from proxyccl.device.gpu.cuda_compiler import CudaLinkCompiler
 

@@ -36,19 +36,13 @@ _LONG, _SHORTEST = 3600.0, 1e-6  # seconds
 
 @dataclass
 class ProxyCCLMetadata(TensorTransportMetadata):
-    """The addresses of an object's tensors in the source's memory.
+    """The addresses of an object's tensors in the source's memory."""
 
-    Attributes:
-        agent: the name of the source's agent; "" for an object without tensors.
-        agent_metadata: the source agent's metadata, with the registered regions of this object.
-        places: (address, bytes) of each tensor.
-        generation: the number of times that the source has deregistered device memory. If the generation has changed,
-            the destination's mappings of earlier memory may be stale.
-    """
-
-    agent: str = ""
-    agent_metadata: bytes = b""
-    places: list[tuple[int, int]] = field(default_factory=list)
+    agent: str = ""  # the name of the source's agent; "" for an object without tensors
+    agent_metadata: bytes = b""  # the source agent's metadata, with the registered regions of this object
+    places: list[tuple[int, int]] = field(default_factory=list)  # (address, bytes) of each tensor
+    # The number of times that the source has deregistered device memory. If the generation has changed, the
+    # destination's mappings of earlier memory may be stale.
     generation: int = 0
 
 
@@ -123,9 +117,7 @@ class ProxyCCLTransport(TensorTransportManager):
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
-        """Returns True without asking the actor, because Ray calls this method before each call that uses the
-        transport.
-        """
+        """Returns True without asking the actor, because Ray calls this method before each use of the transport."""
         return True
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> ProxyCCLMetadata:
@@ -264,9 +256,7 @@ class ProxyCCLTransport(TensorTransportManager):
             self._agent.deregister(*regions)
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
-        """Aborts the transfer of an object: the object's fetch raises CanceledError, also if the fetch starts after
-        this call.
-        """
+        """Aborts the transfer of an object: its fetch raises CanceledError, even if the fetch starts later."""
         self._end_dropped()
         with self._lock:
             readings = [reading for reading in self._readings if reading.obj_id == obj_id]

@@ -162,10 +162,7 @@ static PyObject* issue_named(CallIssuer* self, PyObject* x, PyObject* out, PyObj
 }
 
 static PyObject* issue(CallIssuer* self, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 5) {
-    PyErr_SetString(PyExc_TypeError, "issue(x, out, opts, attribute, named) takes 5 arguments");
-    return NULL;
-  }
+  if (!proxyccl_has_arguments(count, 5, "issue(x, out, opts, attribute, named)")) return NULL;
   if (self->make_call == NULL) Py_RETURN_NOTIMPLEMENTED; /* the garbage collector has cleared this issuer */
   PyObject* named = find_named(arguments[2], arguments[3], arguments[4]);
   PyObject* work = named == NULL || !PyTuple_Check(named)
@@ -179,20 +176,7 @@ static PyObject* issue(CallIssuer* self, PyObject* const* arguments, Py_ssize_t 
   apply(gpu) apply(make_call) apply(process) apply(own) apply(numbers) apply(log) apply(forget) apply(work) \
       apply(hand_out) apply(source)
 
-static int traverse(PyObject* object, visitproc visit, void* arg) {
-  CallIssuer* self = (CallIssuer*)object;
-  Py_VISIT(Py_TYPE(object));
-  REFERENCES(PROXYCCL_VISIT)
-  return 0;
-}
-
-static int let_go(PyObject* object) {
-  CallIssuer* self = (CallIssuer*)object;
-  REFERENCES(PROXYCCL_CLEAR)
-  return 0;
-}
-
-static void end(PyObject* object) { proxyccl_free(object, let_go); }
+PROXYCCL_COLLECT(issuer, CallIssuer, REFERENCES)
 
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
   PyObject *gpu, *make_call, *process, *own, *numbers, *log, *forget, *work, *hand_out, *source;
@@ -222,9 +206,9 @@ static PyMemberDef members[] = {
 };
 static PyType_Slot slots[] = {
     {Py_tp_new, make},
-    {Py_tp_dealloc, end},
-    {Py_tp_traverse, traverse},
-    {Py_tp_clear, let_go},
+    {Py_tp_dealloc, issuer_end},
+    {Py_tp_traverse, issuer_traverse},
+    {Py_tp_clear, issuer_clear},
     {Py_tp_methods, methods},
     {Py_tp_members, members},
     {0, NULL},

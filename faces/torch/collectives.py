@@ -27,13 +27,9 @@ size is at least `_LARGE_BYTES`.
 
 @untraced
 class Collectives:
-    """A mixin that gives a process group its calls on tensors.
+    """A mixin that gives a process group its calls on tensors."""
 
-    Attributes:
-        calls: the group's calls.
-    """
-
-    calls: IssuedCalls
+    calls: IssuedCalls  # the group's calls
     _rank: int
     _size: int
 
@@ -316,9 +312,7 @@ def _name_of_short(collective: str, tensors: Tensors) -> str | None:
 
 
 def _op_of(opts: Any) -> Any:
-    """Returns the reduction's operator. torch passes an object with the attribute `reduceOp`, the operator itself, or
-    None for SUM.
-    """
+    """Returns the reduction's operator. torch passes the operator, an object with it as `reduceOp`, or None for SUM."""
     return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 

@@ -57,9 +57,6 @@ class Endpoints:
         runtimes: the runtimes of this rank's GPUs. If None, the runtimes of `whole` are shared; if `whole` is also
             None, new runtimes are opened.
         invariant: passed to `Communicator`; None takes the setting of `whole`.
-
-    Attributes:
-        invariant: the argument `invariant`, or if the argument is None, the setting of `whole`.
     """
 
     def __init__(
@@ -81,6 +78,7 @@ class Endpoints:
         if runtimes is None:
             runtimes = DeviceRuntimes() if whole is None else whole._runtimes
         self._runtimes: DeviceRuntimes = runtimes
+        # The argument `invariant`, or if the argument is None, the setting of `whole`.
         self.invariant: bool | None = whole.invariant if invariant is None and whole is not None else invariant
         self._lock = threading.Lock()
         self._making: dict[_Key, _Making] = {}
@@ -99,23 +97,17 @@ class Endpoints:
         return store
 
     def of_all(self, device: torch.device) -> Communicator:
-        """Returns the communicator of all ranks for a device. If the communicator does not exist, makes it together
-        with the other ranks, which must also call this function.
-        """
+        """Returns the communicator of all ranks for a device; if none exists, all ranks make it in this call."""
         made = self._made.get((device.type, device.index, None))
         return made if made is not None else self._make(device, None)
 
     def with_peer(self, device: torch.device, peer: int) -> Communicator:
-        """Returns the communicator with a peer for a device. If the communicator does not exist, makes it together with
-        the peer, which must also call this function.
-        """
+        """Returns the communicator with a peer for a device; if none exists, both ranks make it in this call."""
         made = self._made.get((device.type, device.index, peer))
         return made if made is not None else self._make(device, peer)
 
     def has_met(self, device: torch.device, peer: int | None) -> bool:
-        """Returns whether the communicator with a peer exists; if `peer` is None, whether the communicator of all ranks
-        exists.
-        """
+        """Returns whether the communicator with a peer or, if `peer` is None, that of all ranks exists."""
         return (device.type, device.index, peer) in self._made
 
     def to_self(self, tensor: torch.Tensor, *, sends: bool) -> None:
@@ -152,8 +144,7 @@ class Endpoints:
     @contextmanager
     def bounded(self, device: torch.device, peer: int | None, seconds: float | None) -> Iterator[None]:
         """A context that bounds a call's waits by `seconds`, or if that is None, by the group's time-out. The context
-        changes the communicator's time-out, which affects no other call, because a communicator's calls on the CPU run
-        one after the other.
+        changes the communicator's time-out, which affects no other call: its calls on the CPU run one by one.
         """
         if seconds is None:
             yield
@@ -210,8 +201,7 @@ class Endpoints:
             low, high = sorted((self._rank, peer))
             name, rank, world_size = f"{runtime}-{low}-{high}", int(self._rank > peer), 2
             whole, members = self, [low, high]
-        # The store's prefix contains a count of attempts and not the GPU's index, because a GPU's index may differ
-        # between ranks.
+        # The store's prefix has a count of attempts instead of the GPU's index, which may differ between ranks.
         place = dist.PrefixStore(f"proxyccl-{name}-{self._meetings[name]}", self.store)
         bootstrap = StoreBootstrap(place, rank, world_size)
         self._bootstraps.append(bootstrap)
@@ -255,8 +245,7 @@ class Endpoints:
             splits = whole is not None and all(bootstrap.all_gather(answer, seconds, self._require_open))
         if splits:
             assert splittable is not None
-            # This call is outside `transferring`, because errors of a failed split already have the rank numbers of
-            # `whole`.
+            # This call is outside `transferring`, because a failed split's errors already have rank numbers of `whole`.
             return splittable.split(members, timeout=seconds, bootstrap=bootstrap, invariant=self.invariant)
         with self.transferring(peer):
             own = self._runtimes.of(device)
@@ -316,9 +305,7 @@ class Endpoints:
         return next((comm for comm in self.made if not comm.closed and comm.group.failure.aborted), None)
 
     def has_left(self, peer: int | None) -> bool:
-        """Returns whether a peer has announced that it shut the group down; if `peer` is None, whether any other rank
-        has.
-        """
+        """Returns whether a peer or, if `peer` is None, any other rank has announced that it shut the group down."""
         with self._lock:
             made = list(self._made.items())
         for (_, _, other), comm in made:
@@ -328,9 +315,7 @@ class Endpoints:
         return False
 
     def end_calls(self, peer: int | None, reason: str) -> None:
-        """Ends the calls in progress with a peer by aborting the communicators with this peer. If `peer` is None,
-        aborts the communicators of all ranks instead.
-        """
+        """Ends calls with a peer by aborting the communicators with the peer or, if `peer` is None, of all ranks."""
         with self._lock:
             made = [comm for (_, _, other), comm in self._made.items() if other == peer]
         for comm in made:

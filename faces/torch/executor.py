@@ -22,17 +22,12 @@ _LOOK_SECONDS = 0.05
 
 
 class Executor:
-    """A queue of tasks and the thread that runs them. The thread starts when the first task is queued, and first calls
-    `begin`.
-
-    Attributes:
-        ended: the number of tasks that the thread has completed.
-    """
+    """A queue of tasks and the thread that runs them, which starts with the first task and first calls `begin`."""
 
     def __init__(self, name: str, begin: Task = lambda: None) -> None:
         self._name = name
         self._begin = begin
-        self.ended = 0
+        self.ended = 0  # the number of tasks that the thread has completed
         self._changed = threading.Condition()
         self._tasks: deque[Task] = deque()
         self._runner: int | None = None  # the thread that runs a task
@@ -105,9 +100,7 @@ class Executor:
         return self._runner == threading.get_ident()
 
     def wait_until_idle(self, seconds: float) -> bool:
-        """Waits for queued and running tasks. Returns whether all tasks ended within `seconds`. A task must not call
-        this function.
-        """
+        """Waits for all tasks. Returns whether they ended within `seconds`. A task must not call this function."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_idle, min(seconds, threading.TIMEOUT_MAX))
 
@@ -141,15 +134,12 @@ class GroupThreads:
         """Returns the thread that runs the callbacks of calls that the current thread makes.
 
         A callback may make calls, add callbacks to these calls and wait for them. So the callbacks of each nesting
-        depth run in a thread of their own. Each nesting depth has only one thread, so all ranks run their callbacks in
-        the same order.
+        depth run in a thread of their own, one per nesting depth, so all ranks run their callbacks in the same order.
         """
         return self.of(device, _callbacks.depth + 1)
 
     def of(self, device: torch.device, of: Flow | int | None) -> Executor:
-        """Returns the thread of a flow or of a callbacks' nesting depth; if `of` is None, the thread of all other
-        calls.
-        """
+        """Returns the thread of a flow or of a callbacks' nesting depth; if `of` is None, that of all other calls."""
         with self._lock:
             if (device, of) not in self._made:
                 if isinstance(of, int):

@@ -6,8 +6,7 @@ neither sizes nor times, because recording them would slow down every call. The 
 the calls' numbers in their group.
 
 The watchdog is a thread that logs the oldest call in progress when a group fails. Without the watchdog, only the next
-call or a wait for a Work would report the failure, so a program that waits for its device would not learn of the
-failure.
+call or a wait for a Work would report the failure, which a program that waits for its device would not see.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from proxyccl.device.process import forks
@@ -43,20 +42,13 @@ _INTERVAL_SECONDS = 0.5
 _watchdog: Thread | None = None
 
 
-class Group(Protocol):
-    """A process group, with its `IssuedCalls` and its `Endpoints`."""
-
-    calls: Any
-    endpoints: Any
-
-
-groups: dict[Group, None] = {}
+groups: dict[Any, None] = {}
 """The groups that were not shut down, in the order in which they were made. torch keeps only a group's C++ part alive,
 which calls the Python part; this dict keeps the Python part alive.
 """
 
 
-def watch(group: Group) -> None:
+def watch(group: Any) -> None:
     """Adds a process group to `groups`, which the watchdog watches."""
     global _watchdog  # noqa: PLW0603  the process has one watchdog
     with _lock:
@@ -68,13 +60,13 @@ def watch(group: Group) -> None:
 
 
 def _run_watchdog() -> None:
-    reported: weakref.WeakSet[Group] = weakref.WeakSet()
+    reported: weakref.WeakSet[Any] = weakref.WeakSet()
     while True:
         time.sleep(_INTERVAL_SECONDS)
         _look(reported)
 
 
-def _look(reported: weakref.WeakSet[Group]) -> None:
+def _look(reported: weakref.WeakSet[Any]) -> None:
     """Logs the groups that have failed since the last call of this function. The code is not in `_run_watchdog`,
     because local variables would keep a group alive while the watchdog sleeps.
     """
@@ -110,8 +102,7 @@ def write_failure() -> None:
 
 
 def write_flight_record(prefix: str) -> Path:
-    """Writes the names of this process's latest calls, in progress and ended, for the analyzer of torch's flight
-    recorder.
+    """Writes the names of this process's latest calls, in progress and ended, for torch's flight recorder's analyzer.
 
     Args:
         prefix: the beginning of the file's path; this rank's number in the default group is appended.
@@ -185,12 +176,7 @@ def _entry(record_id: int, group: tuple[str, str], number: int, operation: str, 
 
 
 def profiler_event(
-    name: str,
-    outs: Sequence[torch.Tensor],
-    xs: Sequence[torch.Tensor],
-    *,
-    ranks: Sequence[int],
-    group: tuple[str, str],
+    name: str, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], *, ranks: Sequence[int], group: tuple[str, str]
 ) -> AbstractContextManager[None]:
     """Returns a context that shows a call as an event in torch's profiler. The event has the keys of NCCL's
     ``record_param_comms`` event, but another name, because torch's profiler expects a C++ object in events of that name

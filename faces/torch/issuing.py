@@ -179,9 +179,7 @@ class IssuedCalls:
 
     @property
     def collectives(self) -> int:
-        """The number of collectives so far, which is equal on all ranks. Transfers are not counted, because their
-        number differs between ranks.
-        """
+        """The number of collectives so far, equal on all ranks. Transfers are not counted: their number may differ."""
         return self._collectives + sum(made.count for made in self._in_c.values())
 
     @property
@@ -203,8 +201,7 @@ class IssuedCalls:
 
     def choose(self, collective: str, output: torch.Tensor, nbytes: int, opts: Any) -> Choice:
         """Chooses a call's policy: how many multiprocessors the kernel takes, or that proxies make the call. For a call
-        of LEAST_BYTES or more the ranks agree on one policy. `nbytes` is the larger of the sizes of a rank's input and
-        output.
+        of LEAST_BYTES or more the ranks agree on one policy. `nbytes` is the size of the larger of input and output.
         """
         number = output.get_device()
         if nbytes < LEAST_BYTES or number < 0:
@@ -294,9 +291,7 @@ class IssuedCalls:
     # -- other calls ---
 
     def require_process(self) -> None:
-        """Raises an error in a forked child. Callers must call this function before they take a lock, which another
-        thread of the parent may have held at the fork.
-        """
+        """Raises an error in a forked child. Call this before taking a lock, which the fork may have found taken."""
         if not self.process.is_here:
             with torch_errors():
                 self.process.require("the process group")
@@ -353,8 +348,7 @@ class IssuedCalls:
     def _is_queued(self, device: torch.device, *, waits: bool) -> bool:
         """Returns whether a collective on a GPU must be queued to the group's thread. An asynchronous collective is
         queued until the communicator exists, because other ranks may first wait for this rank in another group. A
-        synchronous collective is never queued; for such a collective, this function waits until the queued collectives
-        have been issued.
+        synchronous collective is never queued, but waits here until the queued collectives have been issued.
         """
         executor = self.threads.find(device, None)
         is_idle = executor is None or executor.is_idle
@@ -469,9 +463,7 @@ class IssuedCalls:
         return work
 
     def _log_failed_meeting(self, call: _Call, error: BaseException) -> None:
-        """Logs why the ranks could not make a communicator. The watchdog can't report this error, because the watchdog
-        checks only communicators that exist.
-        """
+        """Logs why no communicator could be made, because the watchdog checks only communicators that exist."""
         if isinstance(error, CommunicatorError) and not self._endpoints.has_met(call.device, call.peer):
             _logger.error("%s, call %d of rank %d: %s", call.name, call.number, self.rank, error)
 
@@ -561,18 +553,14 @@ class IssuedCalls:
 
 
 def require_rank(rank: int, size: int, argument: str) -> None:
-    """Raises ValueError if a number is not a rank of the group. Without this check, a call to such a rank would wait
-    until the time-out.
-    """
+    """Raises ValueError if a number is not a rank of the group; otherwise the call would wait until the time-out."""
     if not 0 <= rank < size:
         raise ValueError(f"{argument}: {rank} is not a rank of the group; expected 0 to {size - 1}")
 
 
 @functools.cache
 def _by_flow(peer: int, number: int, sends: bool) -> tuple[str, on_tensors.Transfers]:
-    """Returns the name and the options of a transfer with a peer. `number` is the peer's rank in the pair's
-    communicator.
-    """
+    """Returns a transfer's name and options. `number` is the peer's rank in the pair's communicator."""
     name = f"send to rank {peer}" if sends else f"recv from rank {peer}"
     return name, ((name, number, ()) if sends else (name, (), number))
 

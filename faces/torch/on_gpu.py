@@ -43,8 +43,7 @@ def compile_early(rank: int, world_size: int) -> None:
     """Starts a thread that compiles kernels that the program will probably need, unless the cache already has them.
     Compiling a kernel takes a second. If the group has one rank, or if the program has not used a GPU, does nothing.
 
-    Each rank begins with a different kernel, because two ranks of a host that compile the same kernel wait for each
-    other.
+    Each rank begins with a different kernel, because ranks of a host wait for each other to compile the same one.
     """
     if world_size == 1 or not torch.cuda.is_initialized():
         return
@@ -63,8 +62,7 @@ def compile_early(rank: int, world_size: int) -> None:
 
 
 class DeviceRuntimes:
-    """The runtimes of a rank's GPUs. All communicators of the rank share these runtimes, so that each kernel is loaded
-    only once.
+    """The runtimes of a rank's GPUs. All of the rank's communicators share them, so that each kernel is loaded once.
 
     A driver may load a kernel only while the device is idle. So the kernel of transfers is loaded when the runtime is
     opened. A later load could deadlock, if it waited for a running kernel whose peer waits for the transfer.
@@ -113,23 +111,17 @@ def give_back_stream(device: torch.device, stream: Any) -> None:
 class GroupOnGpu:
     """The state of a process group on one GPU. Streams are passed as handles, because making one of torch's stream
     objects takes microseconds.
-
-    Attributes:
-        check: raises the error that ended the group, if it has failed.
-        order: an object that makes one stream of the GPU wait for another.
-        in_c: the state that the group's calls in C use.
-        current: returns the handle of torch's current stream on the GPU.
-        own, own_stream: the handle of the group's own stream, and torch's object for the stream.
     """
 
     def __init__(self, device: torch.device, check: Callable[[], None]) -> None:
         self.device = device
-        self.check = check
+        self.check = check  # raises the error that ended the group, if it has failed
         self.order = stream_order.of(open_driver(runtime_name(device)), device.index)
+        # Returns the handle of torch's current stream on the GPU.
         self.current: Callable[[], int] = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
-        self.in_c = Gpu(*self.order.in_c(), self)
+        self.in_c = Gpu(*self.order.in_c(), self)  # the state that the group's calls in C use
         self.own_stream = take_stream(device)
-        self.own: int = self.own_stream.cuda_stream
+        self.own: int = self.own_stream.cuda_stream  # the handle of the group's own stream
 
     def torch_stream(self, handle: int) -> Any:
         """Returns torch's object for the stream with this handle."""
@@ -138,9 +130,7 @@ class GroupOnGpu:
         return torch.cuda.ExternalStream(handle, self.device) if handle else torch.cuda.default_stream(self.device)
 
     def call_on(self, handle: int, function: Callable[..., object], *arguments: Any) -> None:
-        """Calls a function while the stream with this handle is torch's current stream. `torch.cuda.stream` would take
-        six times as long.
-        """
+        """Calls a function with this stream as the current stream, in a sixth of the time of `torch.cuda.stream`."""
         stream = self.torch_stream(handle)
         device, current = torch._C._cuda_getDevice(), torch._C._cuda_getCurrentStream(self.device.index)
         torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)

@@ -1,6 +1,4 @@
-"""Defines `communicator_of`, and the operator `torch.ops.proxyccl.all_reduce_rms_norm` for torch.compile and CUDA
-graphs.
-"""
+"""Defines `communicator_of`, and `torch.ops.proxyccl.all_reduce_rms_norm` for torch.compile and CUDA graphs."""
 
 from __future__ import annotations
 

@@ -28,15 +28,10 @@ NAME = "proxyccl"
 
 
 class WholeGroup:
-    """A mixin with the further methods that torch before 2.15 needs, where the process group is also the backend.
+    """A mixin with the further methods that torch before 2.15 needs, where the process group is also the backend."""
 
-    Attributes:
-        calls: the group's `IssuedCalls`, which also has the group's name and description.
-        bound_device_id: the device that was passed to `init_process_group`.
-    """
-
-    calls: Any
-    bound_device_id: torch.device | None = None
+    calls: Any  # the group's `IssuedCalls`, which also has the group's name and description
+    bound_device_id: torch.device | None = None  # the device that was passed to `init_process_group`
 
     def setGroupName(self, name: str) -> None:  # noqa: N802  torch's names, here and below
         self.calls.group_name = name
@@ -84,8 +79,7 @@ _TorchOptions: Any = torch._C._distributed_c10d.Backend.Options
 
 
 class Options(_TorchOptions):
-    """Options of a process group, for the argument `pg_options` of torch's `init_process_group`, `new_group` and
-    `split_group`.
+    """Options of a process group: the `pg_options` of torch's `init_process_group`, `new_group` and `split_group`.
 
     Args:
         invariant: whether the bits of a reduced element depend only on the ranks' values of that element (see
@@ -199,9 +193,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
             self.endpoints.of_all(with_index(device))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Waits until all ranks have called this function. If ranks are missing, rank 0 raises a RuntimeError that
-        names the missing ranks.
-        """
+        """Waits for all ranks to call this function. Rank 0 raises a RuntimeError that names missing ranks."""
         given: timedelta | None = getattr(timeout, "timeout", timeout)  # torch 2.15 passes an options object
         seconds = (self._timeout if given is None or given < timedelta(0) else given).total_seconds()
         store = dist.PrefixStore("proxyccl-monitored-barrier", self._store)
@@ -240,8 +232,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         return part
 
     def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> Any:
-        """Makes a group of the ranks that are not excluded, all of which must call this function. Keeps the ranks'
-        order.
+        """Makes a group of the ranks that are not excluded, in the same order. All of them must call this function.
 
         Args:
             ranks_to_exclude: the excluded ranks, by their numbers in this group: all ranks that have failed, and
@@ -280,9 +271,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         return True
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocates an uninitialised tensor of `size` elements, in memory that calls use in place like registered
-        memory.
-        """
+        """Allocates an uninitialised tensor of `size` elements in memory that calls use in place, as if registered."""
         device = with_index(device)
         with torch_errors(), self._communicator(device).memory_pool():
             return torch.empty(size, dtype=dtype, device=device)
@@ -293,9 +282,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         return allocator(torch).allocator()
 
     def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
-        """Registers the memory of all pools of `mem_allocator` on the current device, and the memory that these pools
-        allocate later.
-        """
+        """Registers the memory that `mem_allocator`'s pools on the current device have now or allocate later."""
         device = torch.device("cuda", torch.cuda.current_device())
         with torch_errors(), self._communicator(device).memory_pool():
             pass
@@ -395,8 +382,7 @@ def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
 
 def _unused_part(store: Any, rank: int) -> dist.PrefixStore:
     """Returns a prefix of a group's store that no earlier group of the same name has used, because a destroyed group
-    may have left keys in the store. All ranks make the groups of one name in the same order, so each rank counts these
-    groups by itself.
+    may have left keys in the store. All ranks make groups of a name in the same order, and so count them alike.
     """
     # torchrun may keep the store when it restarts a job, and a failed rank may have made fewer groups than its peers.
     # So each attempt of the job has its own counts.

@@ -140,22 +140,8 @@ static PyObject* mark_of(PyObject* self, PyObject* stream) {
 #define GPU_REFERENCES(apply) \
   apply(idle) apply(more) apply(finish) apply(owner) apply(current) apply(check) apply(record)
 
-static int traverse_gpu(PyObject* object, visitproc visit, void* arg) {
-  Gpu* self = (Gpu*)object;
-  Py_VISIT(Py_TYPE(object));
-  GPU_REFERENCES(PROXYCCL_VISIT)
-  return 0;
-}
-
-/* Clears a Gpu that is being freed. This function is not the type's tp_clear, because calls and marks use their Gpu
- * until they are freed themselves. */
-static int clear_gpu(PyObject* object) {
-  Gpu* self = (Gpu*)object;
-  GPU_REFERENCES(PROXYCCL_CLEAR)
-  return 0;
-}
-
-static void end_gpu(PyObject* object) { proxyccl_free(object, clear_gpu); }
+/* gpu_clear is not the type's tp_clear, because calls and marks use their Gpu until they are freed themselves. */
+PROXYCCL_COLLECT(gpu, Gpu, GPU_REFERENCES)
 
 static PyObject* make_gpu(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
   PyObject *idle, *more, *finish, *owner;
@@ -177,8 +163,8 @@ static PyObject* make_gpu(PyTypeObject* type, PyObject* arguments, PyObject* Py_
 
 static PyMethodDef gpu_methods[] = {{"mark", mark_of, METH_O, NULL}, {NULL, NULL, 0, NULL}};
 static PyMemberDef gpu_members[] = {{"owner", T_OBJECT, offsetof(Gpu, owner), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
-static PyType_Slot gpu_slots[] = {{Py_tp_new, make_gpu},          {Py_tp_dealloc, end_gpu},
-                                  {Py_tp_traverse, traverse_gpu}, {Py_tp_methods, gpu_methods},
+static PyType_Slot gpu_slots[] = {{Py_tp_new, make_gpu},          {Py_tp_dealloc, gpu_end},
+                                  {Py_tp_traverse, gpu_traverse}, {Py_tp_methods, gpu_methods},
                                   {Py_tp_members, gpu_members},   {0, NULL}};
 static PyType_Spec gpu_spec = {
     .name = "proxyccl.torch._device_calls.Gpu",

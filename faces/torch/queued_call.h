@@ -1,7 +1,6 @@
 /* Declares the types Gpu (a process group's state of a GPU) and QueuedCall (a call that is queued on a stream). A
  * *mark* is an event that marks a point in a stream. See _device_calls.pyi. */
-#ifndef PROXYCCL_TORCH_QUEUED_CALL_H
-#define PROXYCCL_TORCH_QUEUED_CALL_H
+#pragma once
 
 #include "python_objects.h"
 #include "stream_order.h"
@@ -31,5 +30,3 @@ PyObject* proxyccl_queued_call(Gpu* gpu, PyObject* x, PyObject* out, uintptr_t s
 /* Marks the end of a call, which must be the latest work on its stream. Returns a borrowed reference to the mark. If an
  * Exception is raised, stores it in the call and returns NULL without an exception set. */
 PyObject* proxyccl_mark_end(PyObject* call);
-
-#endif

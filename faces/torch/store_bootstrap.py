@@ -66,9 +66,7 @@ class StoreBootstrap(BoardBootstrap):
         return NoteBoard(_Notes(PrefixStore("board", self._store)), self.rank)
 
     def close(self) -> None:
-        """Drops this object's reference to the store; torch closes a store when its last reference is gone. The
-        bootstrap can't be used after `close`.
-        """
+        """Ends the bootstrap's use, and drops its reference to the store, whose last reference closes it."""
         self._open_store = None
 
     @property

@@ -29,16 +29,12 @@ Policy = Callable[[Communicator], CtaPolicy | None]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is contiguous and is not a lazy negation or conjugation, so that its memory holds its
-    elements.
-    """
+    """Returns whether a tensor is contiguous, and not lazily negated or conjugated: its memory holds its elements."""
     return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's elements as a contiguous tensor of one dimension, without gradient. The result is a view if
-    the tensor is plain (`is_plain`), otherwise a copy.
-    """
+    """Returns a tensor's elements in one dimension, without gradient: a view if the tensor is plain, else a copy."""
     return flat_view(tensor.contiguous().resolve_conj().resolve_neg())
 
 
@@ -48,9 +44,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies a call's result from `values`, which `flat` or `as_bytes` returned for this tensor, to the tensor. If
-    `values` is a view of the tensor, copies nothing.
-    """
+    """Copies a result from `values`, of `flat` or `as_bytes`, to the tensor, unless `values` is a view of it."""
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
 
@@ -69,11 +63,8 @@ def put_back_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 
 def in_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the tensors; for an AsyncCollectiveTensor, waits for its functional collective and returns the wrapped
-    tensor.
-
-    Raises:
-        RuntimeError: a tensor is not dense, or is on neither a CPU nor a GPU.
-        ArgumentError: a tensor is a DTensor, or its storage was freed.
+    tensor. Raises RuntimeError if a tensor is not dense, or is on neither a CPU nor a GPU, and ArgumentError if a
+    tensor is a DTensor, or its storage was freed.
     """
     found = [tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor for tensor in tensors]
     for tensor in found:
@@ -120,27 +111,19 @@ _OF_BOOL = {
     _Kind.BOR: "max",
     _Kind.BXOR: "bxor",
 }
-"""The operators that reduce bools as bytes of 0 or 1. In torch, a sum of bools is true if any rank's value is true, so
-the sum is a maximum.
-"""
+"""The operators that reduce bools as bytes of 0 or 1. torch's sum of bools, true if any is, is a maximum."""
 REDUCIBLE = frozenset(getattr(torch, name) for name in reduction_dtypes() if hasattr(torch, name))
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How tensors of one type are reduced.
+    """How tensors of one type are reduced."""
 
-    Attributes:
-        op: the communicator's operator.
-        view: the dtype as which the operator reads the elements; None for the elements' own dtype.
-        factor: the factor by which each rank first multiplies its values; None if there is none.
-        flags: whether the elements are bools, whose bytes must be converted to 0 or 1 before the reduction.
-    """
-
-    op: str
+    op: str  # the communicator's operator
+    # The dtype as which the operator reads the elements; None for the elements' own dtype.
     view: torch.dtype | None = None
-    factor: Any = None
-    flags: bool = False
+    factor: Any = None  # the factor by which each rank first multiplies its values; None if there is none
+    flags: bool = False  # whether the elements are bools, whose bytes must be converted to 0 or 1 before the reduction
 
     def given(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the values that a rank contributes to the reduction. If no value changes, returns `flat` itself.
@@ -156,8 +139,7 @@ class Reduction:
         return torch.mul(flat, factor if factor.is_floating_point() else factor.to(flat.dtype), out=into)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns a view of a contiguous tensor of one dimension, with the dtype as which the operator reads the
-        elements."""
+        """Returns a view of a contiguous tensor in one dimension, with the dtype as which the operator reads it."""
         return flat if self.view is None else flat.view(self.view)
 
 
@@ -172,11 +154,8 @@ def plain_op(op: Any, dtype: torch.dtype) -> str | None:
 
 
 def reduction(op: Any, dtype: torch.dtype) -> Reduction:
-    """Returns how to carry out an operator of torch for elements of a type.
-
-    Raises:
-        ValueError: the operator is unknown, or is not supported for this type.
-        TypeError: elements of the type can't be reduced.
+    """Returns how to carry out an operator of torch for elements of a type. Raises ValueError if the operator is
+    unknown, or is not supported for this type, and TypeError if elements of the type can't be reduced.
     """
     kind = getattr(op, "op", op)
     if kind not in _OPS:

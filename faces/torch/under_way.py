@@ -40,9 +40,7 @@ class _Flow:
         self.ended_count += count
 
     def count_ended(self) -> int:
-        """Counts the recorded calls that have ended. The calls end in order, so a binary search over the calls that can
-        be queried finds the last ended call.
-        """
+        """Counts the calls that have ended, by a binary search of those that can be queried: they end in order."""
         calls = list(self.calls)
         known = [place for place, call in enumerate(calls) if call[2] is not None]
         first, end = 0, len(known)  # the first call that has not ended is in this range
@@ -62,11 +60,9 @@ class _Flow:
 
 
 class UnderWay:
-    """A group's calls in progress and latest ended calls, by flow. The calls of a flow end in order.
-
-    Args:
-        healthy: returns whether no communicator of the group has failed. Calls that end after a failure stay recorded
-            as in progress, because the failure may have ended their waits.
+    """A group's calls in progress and latest ended calls, by flow. The calls of a flow end in order. `healthy` returns
+    whether no communicator of the group has failed. Calls that end after a failure stay recorded as in progress,
+    because the failure may have ended their waits.
     """
 
     def __init__(self, healthy: Callable[[], bool]) -> None:
@@ -85,15 +81,11 @@ class UnderWay:
             self.forget_ended(flow)
 
     def log(self, flow: Hashable) -> Callable[[_Call], None]:
-        """Returns a function that adds a call (number, name, ended) to a flow. Unlike `add`, the returned function does
-        not call `forget_ended`.
-        """
+        """Returns a function that adds a call (number, name, ended) to a flow, without `forget_ended`."""
         return self._flow(flow).calls.append
 
     def forget_ended(self, flow: Hashable) -> None:
-        """Forgets a flow's ended calls. This function queries the device, so `add` calls it only once in ADDED_BETWEEN
-        calls.
-        """
+        """Forgets a flow's ended calls. `add` calls this once in ADDED_BETWEEN calls, because it queries the device."""
         with self._lock:
             self._forget_ended(self._flows[flow])
 

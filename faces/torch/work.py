@@ -25,9 +25,7 @@ _NO_LIMIT = timedelta(0)
 _LEAST = timedelta(microseconds=1)
 _POLL_SECONDS = 2e-4
 _SOON_SECONDS = 2e-4
-"""How long a wait on the host only yields the CPU between two checks; afterwards the wait sleeps. Most calls end within
-this time.
-"""
+"""How long a wait on the host only yields the CPU between checks before it sleeps. Most calls end within this time."""
 _futures = threading.Lock()
 """Held while a future is made for a call on a GPU. Programs rarely ask for futures, so all calls share one lock."""
 forks.hold_while_forking(_futures)
@@ -143,11 +141,7 @@ class HostWork(_KeptWork):
             self._callbacks.submit(functools.partial(completed.set_result, None))
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Waits for the end of the call, and raises the error that the call raised.
-
-        Raises:
-            RuntimeError: the call did not end within the time-out.
-        """
+        """Waits for the end of the call, and raises the call's error, or RuntimeError after the time-out."""
         _require_process(self._process, self._done)
         self._forget()
         seconds = timeout.total_seconds()
@@ -226,10 +220,8 @@ class DeviceWork(_KeptWork):
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Makes the current stream wait for the call. If the communicator has failed, raises the failure.
 
-        If `timeout` is positive, also blocks the host until the call has ended.
-
-        Raises:
-            RuntimeError: the call did not end within the time-out.
+        If `timeout` is positive, also blocks the host until the call has ended. Raises RuntimeError if the call did not
+        end within the time-out.
         """
         if self._unwaited is not None:
             self._unwaited.forget(self)
@@ -267,9 +259,7 @@ class DeviceWork(_KeptWork):
             return self._query()
 
     def exception(self) -> BaseException | None:
-        """Returns the error that prevented the call from being queued, or the communicator's failure; None without
-        either.
-        """
+        """Returns the error that prevented the call's queueing, or else the communicator's failure, or None."""
         try:
             self._call.check()
         except Exception as error:
@@ -285,9 +275,7 @@ class DeviceWork(_KeptWork):
     _source_rank = source_rank
 
     def _make_future(self) -> Any:
-        """Returns a future of the call's result. While the future's callbacks run, the current stream is a stream that
-        waits for the call.
-        """
+        """Returns a future of the call's result. During its callbacks, the current stream waits for the call."""
         call = self._call
         with _futures:
             if self._watched is not None:
@@ -316,13 +304,10 @@ class DeviceWork(_KeptWork):
 class TransferWork(DeviceWork):
     """The Work of a call that a thread may have to queue later, when the call's communicator exists. Most of these
     calls are transfers. Once `issued` was called, the call is queued on a stream of a GPU.
-
-    Attributes:
-        marks: a list that is empty until the call is queued, and then holds the mark of the call's end.
     """
 
     __slots__ = ("_callbacks", "_issued", "_process", "marks")
-    marks: list[StreamMark]
+    marks: list[StreamMark]  # a list that is empty until the call is queued, and then holds the mark of the call's end
     _callbacks: Executor
     _issued: threading.Event
     _process: forks.Process
@@ -370,9 +355,7 @@ class TransferWork(DeviceWork):
         return self._issued.is_set() and super().is_completed()
 
     def _make_future(self) -> Any:
-        """Returns a future of the call's result, as `DeviceWork` does. If the call is not issued yet, a thread of the
-        group will run the callbacks.
-        """
+        """Returns `DeviceWork`'s future; if the call is not issued yet, a thread of the group runs the callbacks."""
         if not self._issued.is_set():
             self._callbacks.start()  # starts the thread now, so that a failed start raises an error here
         return super()._make_future()

@@ -36,8 +36,7 @@ class TorchBootstrap:
         give_up()
         out: list[Any] = [None] * self.world_size
         deadline = time.monotonic() + timeout
-        # NCCL uses the current device of the calling thread. So `call`, which runs in another thread, first sets the
-        # caller's device.
+        # NCCL uses the calling thread's current device, so `call`, in another thread, first sets the caller's device.
         device = self._cuda.current_device() if self._cuda.is_initialized() else None
 
         def call() -> None:

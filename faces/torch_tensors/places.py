@@ -1,6 +1,4 @@
-"""Divides memory of an expert-parallel layer into *places* of equal size. torch's caching allocator puts each output of
-the layer in a free place.
-"""
+"""Divides an expert-parallel layer's memory into equal *places*; torch's allocator puts each output in a free one."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ graph captures and so takes longer. No place is taken during a graph capture.
 
 
 def open_places(runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int) -> OutputPlaces | None:
-    """Makes `count` places of `nbytes` bytes each in `memory`, beginning at the byte `offset`. If this version of torch
-    has no pools, returns None.
-    """
+    """Makes `count` places of `nbytes` each in `memory`, from byte `offset` on; None if this torch has no pools."""
     try:
         require_torch(runtime.name)
     except RuntimeUnavailableError:
@@ -74,8 +70,6 @@ class OutputPlaces:
         return None if number is None else (number, whole)
 
     def close(self) -> None:
-        """Ends the use of the places. torch frees unused places immediately, and used places when torch next empties
-        its cache.
-        """
+        """Ends the use of the places. torch frees unused places now, and used places when it next empties its cache."""
         self._pool = None
         self._places.close()

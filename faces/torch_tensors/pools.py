@@ -33,9 +33,7 @@ def _allocating(torch: Any, pool: Any, device: int) -> Iterator[Any]:
 
 
 def require_torch(runtime: str) -> Any:
-    """Returns the torch module if its pools can allocate memory of this runtime; otherwise raises
-    RuntimeUnavailableError.
-    """
+    """Returns the torch module. Raises RuntimeUnavailableError if its pools can't allocate this runtime's memory."""
     if runtime == "host":
         raise RuntimeUnavailableError(
             "memory_pool: the communicator uses the host runtime; torch has pools only on GPUs"
@@ -49,8 +47,7 @@ def require_torch(runtime: str) -> Any:
         raise RuntimeUnavailableError(
             f"memory_pool: torch {torch.__version__} is built for {built_for}; the communicator uses {runtime}"
         )
-    # torch up to 2.7, which has MemPoolContext, frees a pool's memory by the default allocator unless the pool is in
-    # use.
+    # torch up to 2.7 (MemPoolContext) frees a pool's memory by the default allocator unless the pool is in use.
     if not hasattr(torch.cuda, "MemPool") or hasattr(torch.cuda, "MemPoolContext"):
         raise RuntimeUnavailableError(f"memory_pool: this is torch {torch.__version__}; {NEEDED}")
     return torch
@@ -65,8 +62,7 @@ def allocator(torch: Any, allocate: str = memory_pool.ALLOCATE, free: str = memo
 
 
 class PoolUse:
-    """A group's use of its device's pool. All groups on a device share one pool. When the last group closes its use,
-    the pool is destroyed.
+    """A group's use of the pool that all groups on its device share; the last group's `close` destroys the pool.
 
     Attributes:
         pool: the torch.cuda.MemPool.

@@ -16,14 +16,11 @@ from proxyccl.device.errors import ArgumentError
 
 
 def local_part(tensor: Any) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
-    """Returns this rank's part of a DTensor, for `WeightSource.add`.
+    """Returns this rank's part of a DTensor, for `WeightSource.add`. Raises ArgumentError if the tensor is not a
+    DTensor, the DTensor has a placement other than Shard and Replicate, or this rank is not in the DTensor's mesh.
 
     Returns:
         The local tensor, the index of its first element in the whole tensor, and the whole tensor's shape.
-
-    Raises:
-        ArgumentError: the tensor is not a DTensor, the DTensor has a placement other than Shard and Replicate, or this
-            rank is not in the DTensor's mesh.
     """
     if not isinstance(tensor, DTensor):
         raise ArgumentError("array", f"expected a tensor or a DTensor of torch, not {type(tensor).__name__}")

@@ -10,8 +10,7 @@ _AS_IT_STANDS = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval
 
 
 def untraced(cls: _Class) -> _Class:
-    """Decorates a class so that Dynamo runs its methods, and all functions that they call, untraced. A call of a method
-    breaks the graph.
+    """Decorates a class so that Dynamo runs its methods and all that they call untraced; each call breaks the graph.
 
     Tracing would fail at objects that Dynamo does not support, and end the program. Besides, most work of the methods
     is in C and in kernels, which Dynamo can't trace. When a compiled function calls a method, Dynamo looks for a mark

@@ -17,9 +17,7 @@ from proxyccl.device.kernel import FLOAT, INTEGER, POINTER
 from proxyccl.triton.grid_barrier import GridBarrier
 
 PROXY_CHANNEL, SM_CHANNEL, GRID_BARRIER = "*u64", "*i64", "*u32"
-"""The pointer types of channels' and barriers' handles in kernels. The types differ, so that a call with the wrong kind
-of handle does not compile.
-"""
+"""The pointer types of handles in kernels. They differ, so that a call with another kind fails to compile."""
 
 _ELEMENTS = {
     "float16": "fp16",
@@ -44,20 +42,13 @@ CONSTEXPR = "constexpr"
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of a kernel.
+    """An argument of a kernel."""
 
-    Attributes:
-        type: Triton's name of the type: "*fp32", "i32", "constexpr", …
-        value: an address, a number, or a compile-time constant of any kind.
-        owner: the object whose memory the address points to; the launch keeps it alive. None if there is no such
-            object.
-        aligned: whether the compiler may assume that the address or integer is a multiple of 16.
-    """
-
-    type: str
-    value: Any
+    type: str  # Triton's name of the type: "*fp32", "i32", "constexpr", …
+    value: Any  # an address, a number, or a compile-time constant of any kind
+    # The object whose memory the address points to; the launch keeps it alive. None if there is no such object.
     owner: object = None
-    aligned: bool = False
+    aligned: bool = False  # whether the compiler may assume that the address or integer is a multiple of 16
 
     @property
     def parameter(self) -> tuple[int, int]:
@@ -70,8 +61,7 @@ class Argument:
 
     @property
     def launched(self) -> Any:
-        """The value to pass to a launch. For a channel, this is the channel object, because the launch wakes the
-        channel's proxy."""
+        """The value to pass to a launch. A channel is passed as its object, because the launch wakes its proxy."""
         return self.owner if isinstance(self.owner, Channel | ChannelSet) else self.value
 
     @property
@@ -90,11 +80,7 @@ def constant(value: Any) -> Argument:
 
 
 def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
-    """Makes the `Argument` for a value.
-
-    Raises:
-        ArgumentError: a kernel can't take such a value, or the array is on another device.
-    """
+    """Makes a value's `Argument`. Raises ArgumentError for types that kernels can't take, and for another device."""
     if value is None:
         return constant(None)
     if isinstance(value, np.generic):  # checked first, because numpy scalars also offer the buffer protocol
@@ -120,10 +106,8 @@ def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
 
 def annotated(argument: Argument, kind: str, name: str) -> Argument:
     """If the argument is a number, returns the argument with the type `kind`, as Triton does; otherwise returns the
-    argument unchanged. `kind` is the type in the parameter's annotation, or "" without such a type.
-
-    Raises:
-        ArgumentError: the value does not fit, or a launch can't pass numbers of this type.
+    argument unchanged. `kind` is the type in the parameter's annotation, or "" without such a type. Raises
+    ArgumentError if the value does not fit, or a launch can't pass numbers of this type.
     """
     if not kind or argument.type == CONSTEXPR or argument.type.startswith("*"):
         return argument

@@ -111,9 +111,7 @@ def number_at(channel, field: tl.constexpr):
 
 @jit
 def channel(channels, i):
-    """Returns channel number `i` of a set of ProxyChannels or SmChannels. The channels are in the order of their
-    peers.
-    """
+    """Returns channel number `i` of a set of ProxyChannels or SmChannels, which is in the order of the peers."""
     if channels.dtype == tl.pointer_type(tl.uint64):
         return channels + i * c.PROXY_WORDS
     else:  # noqa: RET505  (Triton compiles only one branch)

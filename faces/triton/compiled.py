@@ -1,6 +1,4 @@
-"""Compiles kernels for a GPU with Triton, and loads them with ProxyCCL's runtime, because Triton's own launch needs
-torch.
-"""
+"""Compiles kernels for a GPU with Triton. ProxyCCL's runtime loads them, because Triton's own launch needs torch."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from triton.compiler import ASTSource
 
 _OLDEST_FOR_AMD = (3, 9)
 _SCRATCH_PARAMETERS = 2
-"""The number of pointers that Triton adds to a kernel's parameters, one to the compiler's scratch memory and one to a
-profiler's.
-"""
+"""The number of pointers that Triton adds to a kernel's parameters: the compiler's and a profiler's scratch memory."""
 
 
 def target_of(architecture: str) -> GPUTarget:

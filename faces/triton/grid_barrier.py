@@ -9,12 +9,7 @@ from proxyccl.channels.communicator import Communicator
 from proxyccl.device._native import ffi
 from proxyccl.triton import layout as c
 from proxyccl.triton.basics import jit, longs_at, u32, u64
-from proxyccl.triton.target import (
-    load_relaxed_device,
-    store_relaxed_device,
-    store_release_device,
-    sync_threads_system,
-)
+from proxyccl.triton.target import load_relaxed_device, store_relaxed_device, store_release_device, sync_threads_system
 from proxyccl.triton.waits import wait_at_least
 
 

@@ -27,9 +27,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _prepare_language() -> object:
-    """Replaces the functions of Triton's language by the interpreter's, for the rest of the process, as Triton before
-    3.9 did. The result must be kept alive.
-    """
+    """Puts the interpreter's functions in Triton's language for good, as Triton < 3.9 did. Keep the result alive."""
     interpreter.InterpretedFunction.__call__ = _call
     scope = interpreter._patch_lang(_call)
     # Older versions of Triton convert an array of one element to a number, for which numpy raises an error from 2.4 on.

@@ -128,8 +128,7 @@ class TritonKernel:
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compiles and loads the kernel for the types of the given arguments, and returns when all ranks have done so.
-        All ranks must call this function. Takes the arguments of a call of the kernel, without `stream`, and raises the
-        same errors.
+        All ranks must call this function. Takes the arguments of a call, without `stream`, and raises the same errors.
         """
         self._communicator.group.failure.require_usable()
         configs = self._configs or (None,)
@@ -200,10 +199,7 @@ class TritonKernel:
             return None
         assert isinstance(self._runtime, GpuRuntime)
         specialised = {name: self._specialised(name, argument) for name, argument in arguments.items()}
-        key = (
-            *((each.type, each.aligned, each.constant_key) for each in specialised.values()),
-            *options.items(),
-        )
+        key = (*((each.type, each.aligned, each.constant_key) for each in specialised.values()), *options.items())
         if key not in self._variants:
             self._require_no_capture(stream)
             self._variants[key] = Variant(self._runtime, self._kernel, specialised, options)

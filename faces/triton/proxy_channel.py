@@ -325,8 +325,7 @@ def put_value_with_signal(channel, dst_offset, value, dtype: tl.constexpr):
 
 @jit
 def signal(channel, value=None):
-    """Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel has
-    arrived.
+    """Adds one to the peer's semaphore of this channel after the data of its earlier puts and gets has arrived.
 
     Args:
         value: instead of adding one, sets the semaphore to this count, which has the effect of several signals. If the
@@ -349,9 +348,7 @@ def put_with_signal(channel, dst_offset, src_offset, size, dst_memory=None, src_
 
 @jit
 def put_with_signal_and_flush(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
-    """Combines `put`, `signal` and `flush` in one operation. Takes the arguments of `put`. Returns what `flush`
-    returns.
-    """
+    """Combines `put`, `signal` and `flush` in one operation, with the arguments of `put` and the result of `flush`."""
     _require(channel)
     operation: tl.constexpr = c.OP_DATA | c.OP_SIGNAL | c.OP_FLUSH
     ticket, pushed = _push_data(channel, operation, dst_offset, src_offset, size, dst_memory, src_memory)
@@ -404,9 +401,7 @@ def wait_flushed(channel, ticket):
 
 @jit
 def is_complete(channel, ticket):
-    """Returns whether the operation with this ticket and all earlier operations on the channel are complete. Does not
-    wait.
-    """
+    """Returns whether the channel's operation with this ticket and all earlier ones are complete. Does not wait."""
     _require(channel)
     return (ticket != u64(NO_TICKET)) & (load_acquire_system(pointer_at(channel, c.PROXY_COMPLETED_8)) > ticket)
 
@@ -424,8 +419,7 @@ def wait_complete(channel, ticket):
 
 @jit
 def wait(channel):
-    """Waits for the peer's next signal and consumes it. After the wait, the data that the peer put before the signal
-    may be read.
+    """Waits for the peer's next signal and consumes it. Then the data that the peer put before it may be read.
 
     Only one program at a time may wait on a channel. If two programs wait, the interpreter ends the communicator with a
     TriggerError; on a GPU nothing checks this.
@@ -438,8 +432,7 @@ def wait(channel):
 
 @jit
 def wait_until(channel, value):
-    """Waits until the number of the peer's signals has reached a count, and consumes these signals. Returns whether the
-    count was reached.
+    """Waits until the peer's signals have reached a count, and consumes them. Returns whether the count was reached.
 
     Args:
         value: the number of signals since the channel was made. If this number of signals was consumed before, returns

@@ -184,9 +184,7 @@ else:
 
     @jit
     def sync_threads_system():
-        """Makes the program's threads wait for each other. A push or a signal after this barrier releases the stores of
-        all threads.
-        """
+        """Makes the program's threads wait for each other. Later pushes or signals release all threads' stores."""
         if _on_amd():
             # The barrier does not complete stores, and a wave's release covers only the wave's own stores. So each wave
             # writes back its stores before the barrier.

@@ -30,9 +30,7 @@ def nanoseconds() -> int:
 
 
 def pause(spins: Any) -> None:
-    """Lets other programs run between two polls of a wait. Raises RuntimeError if another program of the launch has
-    raised an exception.
-    """
+    """Lets other programs run between two polls of a wait. Raises RuntimeError if a program has raised an exception."""
     pass_on(spins)
     launch = _launches.get(threading.get_ident())
     if launch is not None:
@@ -75,8 +73,7 @@ class Launch:
         """Runs all programs. Raises the exception of the first program that failed.
 
         All programs have ended when `run` returns or raises. If a signal handler raises an exception, all programs end
-        at their next wait, and `run` waits for them. If the handler raises again during this wait, `run` raises at
-        once.
+        at their next wait, and `run` waits for them; if the handler raises again meanwhile, `run` raises at once.
         """
         if threading.current_thread() is threading.main_thread():
             # In the main thread, a signal handler's exception could end a program in the middle of a push, which can't
@@ -102,16 +99,12 @@ class Launch:
         interpreter_builder.set_grid_idx(*place)
 
     def require_all(self) -> None:
-        """Raises RuntimeError if a program of the launch has failed, because the calling program may be waiting for
-        that program.
-        """
+        """Raises RuntimeError if a program of the launch has failed: the caller may be waiting for that program."""
         if self._error is not None:
             raise RuntimeError("another program of the launch has failed")
 
     def begin_another(self) -> None:
-        """If programs have not begun, starts a thread that runs them, because the current program may wait for one of
-        these programs.
-        """
+        """If programs have not begun, starts a thread that runs them: the current program may wait for one of them."""
         if self._next is not None and not self._beginning:
             self._beginning = True
             thread = Thread(self._work, "proxyccl-interpreter")

@@ -44,8 +44,7 @@ def _spread_abort(control, code):
 def record_error(control, code, kind, peer, channel, expected, seen, operation, offset, size):
     """Writes the error record, unless another wait has written it before, and ends the waits of all ranks of the host.
 
-    `control` is the control block's address. `expected`, `seen`, `offset` and `size` have 64 bits; all other arguments
-    have 32 bits.
+    `control` is the control block's address. `expected`, `seen`, `offset` and `size` have 64 bits, the others 32.
     """
     words = words_at(control)
     longs = longs_at(control)
@@ -90,8 +89,7 @@ def _describe_wait(control, question, kind, peer, channel, expected, seen):
 @out_of_line
 def check_wait(control, kind, peer, channel, expected, seen, started):
     """Checks the abort word and the clock for a wait that has spun for long. Returns 0 if the wait must give up,
-    otherwise the time when the wait began. A wait's first check passes 0 as `started`; each later check passes the
-    previous check's result.
+    otherwise the time when the wait began. The first check passes 0 as `started`, later ones the previous result.
     """
     words = words_at(control)
     abort = load_acquire_system(words + c.CONTROL_ABORT_4)
@@ -145,8 +143,6 @@ def wait_at_least(word, target, control, kind, peer, channel):
 
 @jit
 def aborted(control):
-    """Returns whether the communicator has ended, in which case the kernel's own loops must end. Each call reads a word
-    in host memory.
-    """
+    """Returns whether the communicator has ended, so that the kernel's own loops must end. Reads host memory."""
     pause(0)  # the kernel's loop may wait for another program
     return load_acquire_system(words_at(control) + c.CONTROL_ABORT_4) != 0

@@ -19,51 +19,34 @@ from proxyccl.channels.transfers.regions import Region
 from proxyccl.proxy.codec import Codec, Message, Uint64
 
 _SLICE = 0.05
-"""The interval at which a wait checks whether a neighbour was lost, because a lost neighbour does not wake a wait for
-messages.
-"""
+"""The interval of checks for a lost neighbour, because a lost neighbour does not wake a wait for messages."""
 
 
 class Piece(Message, frozen=True):
-    """A weight in a bucket, or a part of a weight that is longer than a bucket.
+    """A weight in a bucket, or a part of a weight that is longer than a bucket."""
 
-    Attributes:
-        name: the weight's name.
-        dtype: torch's name of the element type.
-        shape: the shape of the whole weight.
-        first: the piece's offset in the weight, in bytes.
-        offset, nbytes: the piece's offset in the bucket and the piece's size, both in bytes.
-    """
-
-    name: Annotated[str, Meta(max_length=4096)]
-    dtype: Annotated[str, Meta(max_length=64)]
-    shape: Annotated[list[Uint64], Meta(max_length=64)]
-    first: Uint64
+    name: Annotated[str, Meta(max_length=4096)]  # the weight's name
+    dtype: Annotated[str, Meta(max_length=64)]  # torch's name of the element type
+    shape: Annotated[list[Uint64], Meta(max_length=64)]  # the shape of the whole weight
+    first: Uint64  # the piece's offset in the weight, in bytes
+    # The piece's offset in the bucket and the piece's size, both in bytes.
     offset: Uint64
     nbytes: Uint64
 
 
 class Bucket(Message, frozen=True, tag="bucket"):
-    """A message that a bucket is ready, from a worker to the following worker.
+    """A message that a bucket is ready, from a worker to the following worker."""
 
-    Attributes:
-        number: the bucket's number, from 0.
-        address, nbytes: the bucket's address in the sender's memory and its size in bytes.
-        pieces: the bucket's contents.
-        last: whether this is the last bucket.
-    """
-
-    number: Uint64
+    number: Uint64  # the bucket's number, from 0
+    # The bucket's address in the sender's memory and its size in bytes.
     address: Uint64
     nbytes: Uint64
-    pieces: list[Piece]
-    last: bool
+    pieces: list[Piece]  # the bucket's contents
+    last: bool  # whether this is the last bucket
 
 
 class HasRead(Message, frozen=True, tag="read"):
-    """A message that a bucket's memory may be reused, from the worker that has read the bucket to the previous
-    worker.
-    """
+    """A message that a bucket's memory may be reused, from a worker that has read the bucket to the previous worker."""
 
     number: Uint64
 
@@ -73,8 +56,7 @@ _CODEC: Codec[Bucket | HasRead] = Codec(Bucket | HasRead, 64 << 20, name="messag
 
 class Chain:
     """A worker's links to the previous and the following worker of the chain. `previous` and `following` are the
-    metadata of these workers' agents, or None at an end of the chain. This object takes all messages that `agent`
-    receives.
+    metadata of these workers' agents, or None at an end of the chain. This object takes all messages of `agent`.
     """
 
     def __init__(
@@ -98,17 +80,13 @@ class Chain:
             await self._until(lambda: self._read >= number - len(self._buckets), f"{self._following} to read a bucket")
 
     def offer(self, number: int, nbytes: int, pieces: list[Piece], *, last: bool) -> None:
-        """Tells the following worker that a bucket can be read. Raises DisconnectedError if that worker has ended, or
-        has closed its agent.
-        """
+        """Tells the next worker that a bucket can be read. Raises DisconnectedError if its agent has ended."""
         if self._following is not None:
             address = self._buckets[number % 2].address
             self._agent.notify(self._following, _CODEC.encode(Bucket(number, address, nbytes, pieces, last)))
 
     async def fetch(self, number: int) -> Bucket:
-        """Reads a bucket from the previous worker, and offers the bucket to the following worker. Raises the errors of
-        `until_free`.
-        """
+        """Reads a bucket from the previous worker, and offers it to the next. Raises `until_free`'s errors."""
         previous = self._previous
         assert previous is not None
         await self._until(lambda: number in self._arrived, f"a bucket of {previous}")

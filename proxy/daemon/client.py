@@ -19,17 +19,11 @@ from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, Pr
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.device.sleepers import Sleepers
-from proxyccl.proxy.daemon.connection import DaemonConnection, daemon_process, missing_in_daemon
+from proxyccl.proxy.daemon.connection import DaemonConnection
 from proxyccl.proxy.daemon.hello import DaemonAddress
 from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.daemon.session_service import ServiceOptions, SessionService
-from proxyccl.proxy.interface import (
-    Connection,
-    ExposedMemory,
-    HandleProvider,
-    Handler,
-    ProxyFailure,
-)
+from proxyccl.proxy.interface import Connection, ExposedMemory, HandleProvider, Handler, ProxyFailure
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.placement import Place
@@ -42,8 +36,6 @@ from proxyccl.proxy.shared_words import ProxyWords, SharedWords, TurnWatch
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.transports.table import find_transport
 from proxyccl.proxy.workers import require_rings
-
-__all__ = ["DaemonClient", "daemon_process", "missing_in_daemon"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,7 +76,9 @@ class DaemonRemote:
 
 
 class DaemonClient(ProxyWords):
-    """A rank's proxy in a daemon. See `ProxyService` for the methods, and for the arguments that are not listed.
+    """A rank's proxy in a daemon. See `ProxyService` for the methods, and for the arguments that are not listed. Raises
+    ArgumentError if there are fewer rings than threads, or the daemon can't access the device, and
+    RuntimeUnavailableError if there is no daemon, or it does not accept this process.
 
     Args:
         runtime: the runtime of the rank's kernels.
@@ -96,17 +90,7 @@ class DaemonClient(ProxyWords):
             started.
         timeout: returns the seconds that the daemon may take for an answer.
         address: the daemon's address; None for the node daemon at the default socket.
-        takes_private: whether a service in this process copies from memory that the daemon can't map; if False, such
-            memory is refused.
-
-    Attributes:
-        daemon: the daemon's process id.
-        daemon_started: start time of the daemon's process (`proxyccl.proxy.processes.start_of`).
-        sleepers: the proxy's threads, which kernel launches wake.
-
-    Raises:
-        ArgumentError: there are fewer rings than threads, or the daemon can't access the device.
-        RuntimeUnavailableError: there is no daemon, or it does not accept this process.
+        takes_private: whether a service in this process copies from memory that the daemon can't map, or refuses it.
     """
 
     def __init__(
@@ -134,7 +118,7 @@ class DaemonClient(ProxyWords):
         self._segment = shared
         self.words = SharedWords(shared, shared_offset)
         self._threads = threads
-        self.sleepers = Sleepers()
+        self.sleepers = Sleepers()  # the proxy's threads, which kernel launches wake
         self._turns = self._watch_turns()
         self._own_options: dict[str, Any] = {
             "fifos": fifos,
@@ -228,9 +212,7 @@ class DaemonClient(ProxyWords):
             raise ClosedError("the proxy service is closed")
 
     def check_turns(self, timeout: float) -> None:
-        """Treats the daemon as lost if a stream waits for a schedule and a worker of the daemon has not polled for
-        `timeout` seconds.
-        """
+        """Gives the daemon up if a stream awaits a schedule and a worker has not polled for `timeout` seconds."""
         if self._daemon.is_open and self._turns.look_for_streams() > timeout:
             self._daemon.give_up(f"has run none of the proxy for {timeout:g} s while a stream waited")
 
@@ -242,9 +224,7 @@ class DaemonClient(ProxyWords):
     set_mapped = _asks(SessionService.set_mapped)
 
     def add_memory(self, base: int, nbytes: int, key: int = 0, *, handle: HandleProvider | None = None) -> int:
-        """Makes the daemon map and register memory. Raises ArgumentError for memory that no other process can map,
-        unless the client was created with `takes_private`.
-        """
+        """Makes the daemon register memory. Raises ArgumentError for private memory, unless `takes_private` was set."""
         if handle is None:
             raise ArgumentError("memory", "the node daemon reaches memory only by a handle")
         try:
@@ -301,13 +281,7 @@ class DaemonClient(ProxyWords):
         return self._daemon.ask(SessionService.reserve_elsewhere)
 
     def open_remote(
-        self,
-        options: TransportOptions,
-        signals: range,
-        *,
-        near: Place,
-        local_rank: int,
-        core_share: int,
+        self, options: TransportOptions, signals: range, *, near: Place, local_rank: int, core_share: int
     ) -> DaemonRemote:
         self._daemon.ask(
             SessionService.open_remote,
@@ -336,9 +310,7 @@ class DaemonClient(ProxyWords):
     def set_channel(
         self, channel: int, connection: Connection, remote_semaphore: int, *, handle: HandleProvider | None = None
     ) -> None:
-        """Puts a channel in use. `handle` (within the host) or `remote_semaphore` (between hosts) names the peer's word
-        that counts the channel's signals.
-        """
+        """Puts a channel in use. `handle`, or between hosts `remote_semaphore`, names the peer's count of signals."""
         if connection.private:
             self._own_service().set_channel(channel, connection, remote_semaphore)
             return

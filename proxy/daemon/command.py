@@ -1,6 +1,4 @@
-"""Runs the process of a daemon: `proxyccl daemon` serves until a signal ends it; a job's own daemon serves until the
-job's ranks have ended.
-"""
+"""Runs a daemon's process: `proxyccl daemon` until a signal ends it, a job's own daemon until the ranks have ended."""
 
 from __future__ import annotations
 
@@ -79,9 +77,7 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
 
 
 class _Ending:
-    """Makes SIGTERM and SIGINT end a daemon in an orderly way, even during its start, so that the daemon removes its
-    socket.
-    """
+    """Makes a daemon remove its socket when SIGTERM or SIGINT ends it, even during its start."""
 
     def __init__(self) -> None:
         self._asked = False

@@ -1,6 +1,4 @@
-"""A rank's connection to the node daemon, which exchanges requests and answers, receives events, and notices the loss
-of the daemon.
-"""
+"""A rank's connection to the node daemon: exchanges requests and answers, receives events, notices its loss."""
 
 from __future__ import annotations
 
@@ -133,7 +131,9 @@ def prepare_device(connection: socket.socket, timeout: float, runtime: str, devi
 
 
 class DaemonConnection:
-    """Sends requests to a daemon: one at a time, from any thread. A separate thread reads the daemon's messages.
+    """Sends requests to a daemon: one at a time, from any thread. A separate thread reads the daemon's messages. Raises
+    RuntimeUnavailableError if there is no daemon, or it does not accept this process, and ResourceError if there are
+    too few descriptors, or there is no memory for a thread.
 
     Args:
         timeout: returns the seconds that the daemon may take for an answer, in addition to the time that the request
@@ -142,14 +142,6 @@ class DaemonConnection:
         on_failure: called when a worker fails and when the daemon is lost, usually in the reading thread.
         watch_turns: returns a new `TurnWatch` of this rank's workers, for methods whose `needs_turns` is set.
         address: the daemon's address, which `hang_up` closes; None for the node daemon at the default socket.
-
-    Attributes:
-        daemon: the daemon's process id.
-        daemon_started: start time of the daemon's process (`proxyccl.proxy.processes.start_of`).
-
-    Raises:
-        RuntimeUnavailableError: there is no daemon, or it does not accept this process.
-        ResourceError: there are too few descriptors, or there is no memory for a thread.
     """
 
     def __init__(
@@ -170,10 +162,10 @@ class DaemonConnection:
         self._numbers = itertools.count()
         self._awaited: set[int] = set()  # the numbers of unanswered requests
         self._lost = ""
-        self._closed = False
+        self.is_closed = False  # whether this process has closed the connection
         self._process = forks.here()
         self.address = address or NodeDaemon(socket_path())
-        self._socket, self.daemon = self.address.connect(timeout())
+        self._socket, self.daemon = self.address.connect(timeout())  # `daemon` is the daemon's process id
         self.daemon_started = start_of(self.daemon)
         self._reader = Thread(
             self._read, f"{name}-daemon", failed=lambda error: self._lose(f"its reader has failed: {error!r}")
@@ -187,15 +179,8 @@ class DaemonConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the daemon still takes requests: the daemon is not lost, and this process has not closed the
-        connection.
-        """
-        return not self._closed and not self._lost
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether this process has closed the connection."""
-        return self._closed
+        """Whether the daemon takes requests: it is not lost, and this process has not closed the connection."""
+        return not self.is_closed and not self._lost
 
     def ask(self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls a method of the daemon (`proxyccl.proxy.daemon.protocol.method`). Returns the method's result.
@@ -219,10 +204,10 @@ class DaemonConnection:
     def _result(self, method: Method, request: Request, descriptors: Sequence[int]) -> object:
         self._process.require("the proxy service")
         with self._lock:
-            if self._closed:
+            if self.is_closed:
                 raise ClosedError("the proxy service is closed")
             answer = self._exchange(method, request, descriptors) if not self._lost else None
-            if answer is None and self._closed:  # a signal handler has closed the connection
+            if answer is None and self.is_closed:  # a signal handler has closed the connection
                 raise ClosedError("the proxy service is closed")
         if isinstance(answer, Refused):
             raise answer.exception()
@@ -297,7 +282,7 @@ class DaemonConnection:
         self._lose(reason)
 
     def _lose(self, reason: str) -> None:
-        if self._lost or self._closed:
+        if self._lost or self.is_closed:
             return
         self._lost = reason
         with self._news:
@@ -305,9 +290,7 @@ class DaemonConnection:
         self._on_failure(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, None, None, 0, reason))
 
     def give_up(self, what: str) -> None:
-        """Treats the daemon as lost, although the daemon's process may be alive. The error's text is the process's name
-        followed by `what`.
-        """
+        """Treats the daemon as lost, even if it is alive. The error's text is the process's name followed by `what`."""
         stopped = f"; it {_STOPPED}" if is_stopped(self.daemon) else ""
         self._lose(f"{process_name(self.daemon)} {what}{stopped}")
 
@@ -331,7 +314,7 @@ class DaemonConnection:
 
     def hang_up(self) -> None:
         """Closes the socket and ends the reading thread."""
-        self._closed = True
+        self.is_closed = True
         with self._news:
             self._news.notify_all()
         with contextlib.suppress(OSError):

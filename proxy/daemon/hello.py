@@ -104,11 +104,8 @@ def _say_hello(connection: socket.socket) -> HelloAnswer:
 def ask_first(
     connection: socket.socket, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
 ) -> R:
-    """Calls a method of the daemon over a connection that no thread reads yet. Returns the method's result.
-
-    Raises:
-        OSError, ProtocolError: the daemon does not answer, or sends no valid answer.
-        ProxyCCLError: the daemon's error.
+    """Calls a method of the daemon over a connection that no thread reads yet. Returns the method's result. Raises
+    the daemon's ProxyCCLError, and OSError or ProtocolError if the daemon does not answer, or sends no valid answer.
     """
     method = METHODS[function.__name__]
     request, sent = method.request_of(args, kwargs)

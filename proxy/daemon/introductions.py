@@ -1,6 +1,4 @@
-"""Lets the daemon connect processes that can't reach each other directly: the daemon makes a pair of connected sockets,
-and sends each process one of the sockets.
-"""
+"""Lets the daemon connect processes that can't reach each other: each gets one of a pair of connected sockets."""
 
 from __future__ import annotations
 
@@ -16,17 +14,12 @@ from proxyccl.device.process import forks
 from proxyccl.device.process.threads import Thread
 
 Hand = Callable[[socket.socket], None]
-"""A function that sends a process one end of a connection, without waiting for the process. Raises OSError. The caller
-closes the socket.
+"""A function that sends a process, without waiting, one end of a connection, which the caller closes. Raises OSError.
 """
 
 
 class Introductions:
-    """The processes to which the daemon can connect other processes and itself. Thread-safe.
-
-    Args:
-        name: the daemon's name, for errors.
-    """
+    """The processes to which the daemon, called `name` in errors, can connect others and itself. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = f"the node daemon at {name}"
@@ -50,11 +43,8 @@ class Introductions:
                 del self._hands[process]
 
     def reach(self, process: bytes) -> socket.socket:
-        """Connects to a process's server of descriptors. Returns the connection.
-
-        Raises:
-            ArgumentError: the process has made no offer, or does not accept the connection.
-            OSError: there are too few descriptors.
+        """Connects to a process's server of descriptors. Returns the connection. Raises ArgumentError if the process
+        has made no offer, or does not accept the connection, and OSError if there are too few descriptors.
         """
         with self._lock:
             hand = self._hands.get(process)

@@ -1,6 +1,4 @@
-"""Connects a rank to a job's own daemon. Ranks find the daemon by a socket name, and the first rank that needs the
-daemon starts it.
-"""
+"""Connects a rank to its job's own daemon, found by a socket name; the first rank that needs the daemon starts it."""
 
 from __future__ import annotations
 
@@ -25,13 +23,9 @@ from proxyccl.proxy.processes import start_of
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 """Variables by which a launcher shows each rank only its own device."""
 _LIMITING = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS")
-"""Variables that limit how many queues of a device a process's streams use. Megatron sets the first variable to 1, for
-the order of its own kernels.
-"""
+"""Variables that limit a device's queues for a process. Megatron sets the first to 1, to order its own kernels."""
 _PART_OF_DEVICE = "MIG"
-"""The prefix of the names of a GPU's parts. CUDA shows a process only one part: by default the first, so a variable
-that names a part is kept.
-"""
+"""The prefix of names of a GPU's parts. CUDA shows only one part, by default the first, so such a name is kept."""
 _PROGRAM = Path(__file__).with_name("job_main.py")
 _START_SECONDS = 30.0
 """The start may take this number of seconds even if the communicator's time-out is shorter: the time-out is meant for
@@ -45,19 +39,12 @@ _WAY_OUT = "PROXYCCL_PROXY=thread runs the proxies in the ranks instead"
 
 
 class JobOptions(Message, frozen=True):
-    """Options of a daemon for its clients' proxies.
+    """Options of a daemon for its clients' proxies."""
 
-    Attributes:
-        threads: number of threads that run the workers of all clients.
-        cores: cores that these threads may run on; None for `affinity`.
-        affinity: cores that the process may run on.
-        programs: number of ranks; their programs run on the same cores.
-    """
-
-    threads: int
-    cores: list[int] | None
-    affinity: list[int]
-    programs: int
+    threads: int  # number of threads that run the workers of all clients
+    cores: list[int] | None  # cores that these threads may run on; None for `affinity`
+    affinity: list[int]  # cores that the process may run on
+    programs: int  # number of ranks; their programs run on the same cores
 
 
 JOB_OPTIONS = Codec(JobOptions, 1 << 20)
@@ -130,9 +117,7 @@ class JobDaemon(DaemonAddress):
         return True
 
     def last_words(self) -> str:
-        """Returns the last line that the daemon wrote to stderr, or "" if the daemon wrote nothing or this process
-        can't read the line.
-        """
+        """Returns the last line that the daemon wrote to stderr; "" if there is none or this process can't read it."""
         if self._errors is None:
             return ""
         lines = _text_of(self._errors).splitlines()
@@ -186,9 +171,7 @@ def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> Non
 
 
 def _environment() -> dict[str, str]:
-    """Returns the daemon's environment: this process's environment and module path, without the variables that hide
-    devices or limit devices' queues.
-    """
+    """Returns this process's environment and module path, without the variables that hide devices or limit queues."""
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -12,9 +12,7 @@ import types
 
 
 def main(listener: int, options: str, starter: int) -> None:
-    """Runs the daemon in a child process. The parent exits with status 0 once the child serves, or with 1 if the child
-    ends earlier.
-    """
+    """Runs the daemon in a child. The parent exits with 0 once the child serves, or with 1 if the child ends first."""
     serves, tell = os.pipe()
     if os.fork():  # the fork comes before the imports, because imports start threads
         os.close(tell)
@@ -35,9 +33,7 @@ def main(listener: int, options: str, starter: int) -> None:
 
 
 def _leave_out_public_names() -> None:
-    """Puts an empty package in place of `proxyccl`, because the import of `proxyccl` would also import all modules with
-    public names.
-    """
+    """Puts an empty package in place of `proxyccl`, whose import would also import all modules with public names."""
     spec = importlib.util.find_spec("proxyccl")
     assert spec is not None
     package = types.ModuleType("proxyccl")

@@ -1,6 +1,4 @@
-"""The two kinds of a daemon's listening socket: a socket file of the daemon's user, or a socket that a rank has bound
-and passed to the daemon.
-"""
+"""The two kinds of a daemon's listening socket: its user's socket file, or a socket that a rank bound and passed."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ Listener: TypeAlias = SocketFile | HandedOver
 
 
 def abstract(name: str) -> str:
-    """Returns the abstract socket address for a name. The address disappears with the last process that holds the
-    socket.
-    """
+    """Returns the abstract socket address for a name, which lasts until no process holds the socket."""
     return f"\0{name}"
 
 
@@ -92,9 +88,7 @@ def _open_directory(directory: Path) -> int:
 
 
 def _require_own(info: os.stat_result, path: Path) -> None:
-    """Raises UntrustedPathError if a file belongs to another user, who may have created the file when the directory was
-    writable for others.
-    """
+    """Raises UntrustedPathError if a file belongs to another user, who may have made it in an open directory."""
     if info.st_uid not in (0, os.geteuid()):
         reason = f"{path} belongs to user {info.st_uid}; remove it, or name another --socket"
         raise UntrustedPathError("socket", reason)

@@ -50,9 +50,7 @@ LAYOUT = [CONTROL_BYTES, SharedWords.BYTES, int(engine.sizeof("ProxycclObserved"
 """Sizes of the structs in shared memory, which must be equal in the builds of both ends."""
 
 Descriptors: TypeAlias = Annotated[Sequence[int], "descriptors"]
-"""File descriptors that travel in a message's frame. A method takes descriptors as its first parameter, or returns
-them.
-"""
+"""Descriptors in a message's frame. A method takes descriptors as its first parameter, or returns descriptors."""
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -62,9 +60,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Hello(Message, frozen=True):
-    """A client's first frame. The fields of `Hello` are the same in every version of the protocol; `hello` is the
-    client's version.
-    """
+    """A client's first frame, with the same fields in all versions of the protocol; `hello` is the client's version."""
 
     hello: Uint64
     layout: list[Uint64]
@@ -82,9 +78,7 @@ class HelloAnswer(Message, frozen=True, omit_defaults=True):
 
 
 class Request(Message, frozen=True, omit_defaults=True, kw_only=True, tag_field="do"):
-    """A client's request. The tag is the method's name, `request` the request's number; subclasses add the
-    arguments.
-    """
+    """A client's request. The tag is the method's name, `request` is a number; subclasses add the arguments."""
 
     request: Uint64 | None = None
 
@@ -117,18 +111,12 @@ _KINDS: dict[_Kind, type[ProxyCCLError]] = {
 
 
 class Refused(Reply, frozen=True):
-    """The answer to a request that the daemon did not carry out.
+    """The answer to a request that the daemon did not carry out."""
 
-    Attributes:
-        error: the kind of exception that the client raises. With the kind "protocol", the daemon also closes the
-            connection.
-        message: the reason.
-        argument: the argument's name, if `error` is "argument".
-    """
-
+    # The kind of exception that the client raises. With the kind "protocol", the daemon also closes the connection.
     error: _Kind
-    message: str
-    argument: str = ""
+    message: str  # the reason
+    argument: str = ""  # the argument's name, if `error` is "argument"
 
     @classmethod
     def of(cls, error: ProxyCCLError) -> Refused:
@@ -159,9 +147,7 @@ class Failed(Reply, frozen=True):
 
 
 class Introduced(Reply, frozen=True):
-    """An event: another process has connected to the client's server of descriptors. The event's frame carries the
-    client's end of the connection.
-    """
+    """An event: a process has connected to the client's server of descriptors; the frame carries the client's end."""
 
 
 class Ending(Reply, frozen=True):
@@ -179,31 +165,22 @@ REPLIES = Codec[AnyReply](AnyReply, LONGEST_FRAME, name="reply")
 
 
 class Method(Struct, frozen=True, kw_only=True):
-    """A method that clients may call.
+    """A method that clients may call."""
 
-    Attributes:
-        request: the type of the method's requests, whose fields are the function's parameters.
-        result: the codec of the method's results.
-        takes_descriptors: whether the request's frame carries descriptors.
-        returns_descriptors: whether the answer's frame carries descriptors instead of a result.
-        timeouts: the method may take this many times its argument `timeout`; 0 if the method has no such argument.
-        opens: whether the method may open a device or register memory; if so, the client waits one more time-out for
-            the answer.
-        needs_turns: whether the client gives up if the client's workers do not poll their rings during a time-out.
-        releases: whether the method only frees objects that the daemon holds for the client. The objects are also freed
-            when the daemon or the connection ends, so a later call does nothing.
-        answered: whether the daemon answers the request.
-    """
-
-    request: type[Request]
-    result: Codec[Any]
-    takes_descriptors: bool
-    returns_descriptors: bool
+    request: type[Request]  # the type of the method's requests, whose fields are the function's parameters
+    result: Codec[Any]  # the codec of the method's results
+    takes_descriptors: bool  # whether the request's frame carries descriptors
+    returns_descriptors: bool  # whether the answer's frame carries descriptors instead of a result
+    # The method may take this many times its argument `timeout`; 0 if the method has no such argument.
     timeouts: int = 0
+    # Whether the method may open a device or register memory; if so, the client waits one more time-out for the answer.
     opens: bool = False
+    # Whether the client gives up if the client's workers do not poll their rings during a time-out.
     needs_turns: bool = False
+    # Whether the method only frees objects that the daemon holds for the client. The objects are also freed when the
+    # daemon or the connection ends, so a later call does nothing.
     releases: bool = False
-    answered: bool = True
+    answered: bool = True  # whether the daemon answers the request
 
     @property
     def name(self) -> str:
@@ -261,11 +238,7 @@ def send(
 
 def receive(connection: socket.socket, codec: Codec[T], source: str, flags: int = 0) -> tuple[T, list[int]] | None:
     """Receives a frame. Returns the frame's message and its descriptors, which the caller closes. Returns None if the
-    sender has closed the connection.
-
-    Raises:
-        ProtocolError: `source` sent an invalid frame.
-        OSError: the socket's errors.
+    sender has closed the connection. Raises ProtocolError if `source` sent an invalid frame, and the socket's OSErrors.
     """
     frame, descriptors, came = receive_with_descriptors(connection, LONGEST_FRAME, MOST_DESCRIPTORS, flags)
     try:

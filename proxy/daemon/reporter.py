@@ -48,12 +48,7 @@ class DaemonReporter:
     """
 
     def __init__(
-        self,
-        place: str,
-        threads: Sequence[ProxyThread],
-        sessions: Callable[[], list[Session]],
-        *,
-        enabled: bool,
+        self, place: str, threads: Sequence[ProxyThread], sessions: Callable[[], list[Session]], *, enabled: bool
     ) -> None:
         self._place = place
         self._threads = threads
@@ -128,14 +123,10 @@ def _collecting_errors(unread: list[str], what: str) -> Iterator[None]:
 
 
 class _Snapshots:
-    """The clients' state at one moment. `finish` adds the workers' state at a later moment.
-
-    Attributes:
-        unread: the parts of the state that could not be read, each with the reason.
-    """
+    """The clients' state at one moment. `finish` adds the workers' state at a later moment."""
 
     def __init__(self, sessions: Sequence[Session]) -> None:
-        self.unread: list[str] = []
+        self.unread: list[str] = []  # the parts of the state that could not be read, each with the reason
         self._opened = contextlib.ExitStack()
         self._clients: list[tuple[Client, Callable[[], list[Worker]]]] = []
         for session in sessions:

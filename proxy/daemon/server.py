@@ -35,9 +35,7 @@ from proxyccl.proxy.workers import MAX_RINGS
 _FULL_MS = 100  # after descriptors have run out, milliseconds until the next accept()
 _DRAIN_SECONDS = 10.0
 MOST_GREETED = 128
-"""The highest number of connections that have not sent a hello. The number is limited because each of them has a thread
-and a descriptor.
-"""
+"""The most connections that have not sent a hello; each of them has a thread and a descriptor."""
 _SILENT_SECONDS = 1.0  # a client has at least this many seconds to send its hello
 
 START_SECONDS = 30.0
@@ -50,28 +48,20 @@ log = logging.getLogger("proxyccl.daemon")
 
 @dataclass(frozen=True)
 class DaemonOptions:
-    """A daemon's options for its clients' proxies.
+    """A daemon's options for its clients' proxies."""
 
-    Attributes:
-        threads: number of threads that run the workers of all clients.
-        cores: cores that the threads may run on; None for any core. Cores near the GPUs or network devices have the
-            lowest latency.
-        idle: the idle policy for clients that request no policy; with None, the number of cores determines the policy.
-        programs: the expected number of clients' processes.
-    """
-
-    threads: int = 1
+    threads: int = 1  # number of threads that run the workers of all clients
+    # Cores that the threads may run on; None for any core. Cores near the GPUs or network devices have the lowest
+    # latency.
     cores: Collection[int] | None = None
+    # The idle policy for clients that request no policy; with None, the number of cores determines the policy.
     idle: IdlePolicy | None = None
-    programs: int = 1
+    programs: int = 1  # the expected number of clients' processes
 
 
 class Attendance:
     """Decides when a job's own daemon ends. An `Attendance` records the live processes that have been clients, and the
-    time at which the last client disconnected.
-
-    Args:
-        starter: id of the process that starts the daemon and will be a client.
+    time at which the last client disconnected. `starter` is the id of the process that starts the daemon.
     """
 
     def __init__(self, starter: int) -> None:
@@ -86,9 +76,7 @@ class Attendance:
         return list(self._pids)
 
     def came(self, pid: int) -> int | None:
-        """Records that a process has connected. Returns a new pidfd for the process, or None if the process already has
-        a pidfd, has ended, or is in another PID namespace.
-        """
+        """Records a process. Returns its new pidfd; None if it has one, has ended, or is in another PID namespace."""
         self._anybody_came = True
         return self._add(pid)
 
@@ -129,19 +117,13 @@ class Attendance:
 
 class Daemon:
     """A daemon. The constructor starts to listen, `serve` accepts clients, and `close` ends the clients' sessions.
+    Raises ArgumentError if an option is wrong, or the path names a file that is not a socket, and ResourceError if
+    another daemon listens at the path.
 
     Args:
         place: path of the socket to create, or a listening socket.
         options: see `DaemonOptions`.
         attendance: decides when a job's own daemon ends; None for a daemon that serves until `stop`.
-
-    Attributes:
-        path: path of the socket, as reports name it.
-        reporter: writes the daemon's reports.
-
-    Raises:
-        ArgumentError: an option is wrong, or the path names a file that is not a socket.
-        ResourceError: another daemon listens at the path.
     """
 
     def __init__(
@@ -153,18 +135,19 @@ class Daemon:
         reports = files.wanted()
         self._attendance = attendance
         self._stopping = False
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        # A byte that is written to `wake_descriptor` wakes `serve`.
+        self._wake_read, self.wake_descriptor = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._lock = threading.Lock()
         self._sessions: dict[Session, threading.Thread] = {}
         self._runtimes: dict[str, Runtime] = {}
         self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by device
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._wake_read)
-            undo.callback(os.close, self._wake_write)
+            undo.callback(os.close, self.wake_descriptor)
             self._listener = SocketFile(place) if isinstance(place, Path) else place
             undo.callback(self._listener.release)
             undo.callback(self._listener.close)
-            self.path = Path(self._listener.name)
+            self.path = Path(self._listener.name)  # as reports name the socket
             self._introductions = Introductions(self._listener.name)
             undo.callback(self._introductions.close)
             self._threads = [
@@ -189,11 +172,6 @@ class Daemon:
         with self._lock:
             return len(self._sessions)
 
-    @property
-    def wake_descriptor(self) -> int:
-        """A byte written to this descriptor wakes `serve`."""
-        return self._wake_write
-
     def stop(self) -> None:
         """Makes `serve` return. Any thread and any signal handler may call this method."""
         self._stopping = True
@@ -201,7 +179,7 @@ class Daemon:
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # a full pipe: `serve` is awake
-            os.write(self._wake_write, b"x")
+            os.write(self.wake_descriptor, b"x")
 
     def serve(self) -> None:
         """Accepts clients until `stop`, or, in a job's own daemon, until all clients have ended."""
@@ -335,7 +313,7 @@ class Daemon:
         self._introductions.close()
         if self._attendance is not None:
             self._attendance.close()
-        for descriptor in (self._wake_read, self._wake_write):
+        for descriptor in (self._wake_read, self.wake_descriptor):
             os.close(descriptor)
         log.info("ended")
 
@@ -358,9 +336,7 @@ def _open_runtime(name: str, device_id: str) -> Runtime:
 
 
 def raise_descriptor_limit() -> None:
-    """Raises the limit of open descriptors as far as the system allows, because each client's memory takes several
-    descriptors.
-    """
+    """Raises the limit of open descriptors as far as allowed, because each client's memory takes several of them."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

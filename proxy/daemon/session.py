@@ -84,17 +84,6 @@ class Session:
         choose_idle: returns the idle policy for a client that requests no policy.
         request_report: called with a job and a cause when the client asks for a report; must not wait.
         introductions: connects the client to other processes.
-
-    Attributes:
-        name: the client's name in logs and errors.
-        description: the rank that the proxy works for; None until a proxy is open, or if the client gave no
-            description.
-        since: time.monotonic() when the client connected.
-        request: name of the method whose request is in progress, and time.monotonic() when the request arrived; None
-            without a request.
-        failure: the failure of the worker that failed last; None if no worker has failed.
-        served: the client's proxy, whose state can be read even after the proxy has ended.
-        threads: the threads that run the client's workers.
     """
 
     def __init__(
@@ -120,16 +109,21 @@ class Session:
         self._service: SessionService | None = None
         self._number: int | None = None  # number of the request in progress
         self._answered = False
-        self._greeted = False
+        self.greeted = False  # whether both hellos have been exchanged
         self._end_within: float | None = None
-        self.threads: Sequence[ProxyThread] = ()
-        self.name = "a client"
+        self.threads: Sequence[ProxyThread] = ()  # the threads that run the client's workers
+        self.name = "a client"  # the client's name in logs and errors
         self.pid: int | None = None
+        # The rank that the proxy works for; None until a proxy is open, or if the client gave no description.
         self.description: Description | None = None
         self.device_id = ""
-        self.since = time.monotonic()
+        self.since = time.monotonic()  # time.monotonic() when the client connected
+        # Name of the method whose request is in progress, and time.monotonic() when the request arrived; None without a
+        # request.
         self.request: tuple[str, float] | None = None
+        # The failure of the worker that failed last; None if no worker has failed.
         self.failure: ProxyFailure | None = None
+        # The client's proxy, whose state can be read even after the proxy has ended.
         self.served: ProxyService | None = None
 
     def run(self) -> None:
@@ -147,11 +141,6 @@ class Session:
                 log.info("the connection to %s is lost: %s", self.name, error)
         finally:
             self._close()
-
-    @property
-    def greeted(self) -> bool:
-        """Whether both hellos have been exchanged."""
-        return self._greeted
 
     def end(self, timeout: float) -> None:
         """Makes the session finish the triggers in the client's rings, then end. Any thread may call this method."""
@@ -184,7 +173,7 @@ class Session:
             raise ProtocolError("layout: the daemon and the client are of different builds of ProxyCCL")
         send(self._connection, HELLO_ANSWERS, HelloAnswer(version=VERSION, pid=os.getpid()))
         limit_waits(self._connection, _ANSWER_SECONDS, 0)
-        self._greeted = True
+        self.greeted = True
         return True
 
     def _answer_requests(self) -> None:
@@ -241,9 +230,7 @@ class Session:
         send(self._connection, REPLIES, Introduced(), [theirs.fileno()], socket.MSG_DONTWAIT)
 
     def _send_event(self, event: AnyReply) -> None:
-        """Sends an event without waiting for the client, because the calling thread may also run other clients'
-        workers.
-        """
+        """Sends an event without waiting for the client, because this thread may also run other clients' workers."""
         try:
             send(self._connection, REPLIES, event, flags=socket.MSG_DONTWAIT)
         except OSError:
@@ -252,7 +239,7 @@ class Session:
 
     def _refuse(self, error: ProtocolError) -> None:
         with contextlib.suppress(OSError):
-            if self._greeted:
+            if self.greeted:
                 send(self._connection, REPLIES, Refused.of(error), flags=socket.MSG_DONTWAIT)
             else:
                 refusal = HelloAnswer(error="protocol", message=str(error))
@@ -286,9 +273,7 @@ class Session:
 
     @method()
     def reach(self, process: str) -> Descriptors:
-        """Returns a connection to the process with this token (in hexadecimal): the daemon, or a process that has
-        called `offer`.
-        """
+        """Returns a connection to the process with this token (in hexadecimal): the daemon, or a caller of `offer`."""
         return [self._introductions.reach(_token(process)).detach()]
 
     @method()

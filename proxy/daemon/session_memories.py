@@ -24,9 +24,7 @@ _Unmap = Callable[[], None]
 
 
 class SessionMemories:
-    """The mappings of a client's handles. Each mapping belongs to the object that needs the mapping, such as a
-    channel.
-    """
+    """The mappings of a client's handles. Each mapping belongs to the object that needs it, such as a channel."""
 
     def __init__(self, proxy: ProxyService, runtime: Runtime) -> None:
         self._proxy = proxy
@@ -37,8 +35,7 @@ class SessionMemories:
 
     def map(self, handle: bytes, nbytes: int, undo: contextlib.ExitStack) -> Memory:
         """Maps the memory that a handle names, until `undo` is closed. A closed mapping is not cached, because the
-        owner may free the memory. Raises ArgumentError if the memory cannot be mapped, or has fewer than `nbytes`
-        bytes.
+        owner may free the memory. Raises ArgumentError for memory that can't be mapped or is shorter than `nbytes`.
         """
         try:
             memory = self._mappings.acquire(handle)
@@ -61,9 +58,7 @@ class SessionMemories:
         return memory
 
     def keep(self, kind: str, number: int, unmap: _Unmap) -> None:
-        """Stores `unmap`, which is called after the object of this kind and number is retired or replaced, or when the
-        session ends.
-        """
+        """Stores `unmap`, to be called after the object is retired or replaced, or when the session ends."""
         replaced = self._kept.get((kind, number))
         self._kept[kind, number] = unmap
         self._retire(replaced)

@@ -53,51 +53,35 @@ T = TypeVar("T")
 
 
 class ServiceOptions(Message, frozen=True):
-    """A client's options for its service.
+    """A client's options for its service."""
 
-    Attributes:
-        runtime: name of the runtime.
-        device_id: device_id of the device whose kernels push to the rings.
-        fifo_size: slots in each ring.
-        threads: number of workers.
-        shared_offset: offset of `SharedWords` in the control segment.
-        description: the rank that the service works for.
-        semaphores_offset: offset, in the control segment, of the words that peers signal, by channel id; None for a
-            service without schedules.
-        ring_per_connection: see `ProxyService`.
-        idle: the fields, in order, of the `IdlePolicy` that the client requires; None for the daemon's policy.
-    """
-
-    runtime: str
-    device_id: str
-    fifo_size: Annotated[int, Meta(ge=2, le=2**20)]
-    threads: Annotated[int, Meta(ge=1, le=MAX_RINGS)]
-    shared_offset: TableOffset
-    description: Description | None = None
+    runtime: str  # name of the runtime
+    device_id: str  # device_id of the device whose kernels push to the rings
+    fifo_size: Annotated[int, Meta(ge=2, le=2**20)]  # slots in each ring
+    threads: Annotated[int, Meta(ge=1, le=MAX_RINGS)]  # number of workers
+    shared_offset: TableOffset  # offset of `SharedWords` in the control segment
+    description: Description | None = None  # the rank that the service works for
+    # Offset, in the control segment, of the words that peers signal, by channel id; None for a service without
+    # schedules.
     semaphores_offset: TableOffset | None = None
-    ring_per_connection: bool = False
+    ring_per_connection: bool = False  # see `ProxyService`
+    # The fields, in order, of the `IdlePolicy` that the client requires; None for the daemon's policy.
     idle: tuple[IdleTime, IdleTime, IdleTime] | None = None
 
 
 class SessionService:
     """A client's service with its memories, channels, schedules and remote links.
 
-    A client may name only objects that the daemon has given it: a method raises ProtocolError for any other object.
-    A method that changes a table pauses the workers, because a trigger may name any id at any time. The client's remote
-    links have their own device context, so no other client can use the client's keys.
+    A client may name only objects that the daemon has given it: a method raises ProtocolError for any other object. A
+    method that changes a table pauses the workers, because a trigger may name any id at any time. The client's remote
+    links have their own device context, so no other client can use the client's keys. Raises ArgumentError if a
+    descriptor is not memory of the required size.
 
     Args:
         options: the client's options.
         descriptors: descriptors of the control segment and the rings, which the caller closes.
         runtime, threads, idle, on_failure: see `ProxyService`.
         has_left: returns whether the client has hung up.
-
-    Attributes:
-        proxy: the service.
-        memories: the memory that is mapped for the client.
-
-    Raises:
-        ArgumentError: a descriptor is not memory of the required size.
     """
 
     def __init__(
@@ -138,7 +122,7 @@ class SessionService:
             undo.pop_all()
         self._segment = segment
         self._has_left = has_left
-        self.memories = SessionMemories(self.proxy, runtime)
+        self.memories = SessionMemories(self.proxy, runtime)  # the memory that is mapped for the client
         self._sizes: dict[int, int] = {}  # maps a memory's first id to its size
         self._connections: list[Connection] = []
         self._channels: dict[int, Connection | None] = {}  # None if the client's process serves the channel
@@ -160,9 +144,7 @@ class SessionService:
 
     @method()
     def add_pinned_memory(self, handle: bytes) -> MemoryId:
-        """Maps pinned memory by its handle, and registers the memory for copies by the device and by the CPU. Returns
-        the first of the memory's ids.
-        """
+        """Maps pinned memory, and registers it for copies by the device and the CPU. Returns the first of its ids."""
         with contextlib.ExitStack() as undo:
             memory = self.memories.map_pinned(handle, undo)
             return self._register(memory.nbytes, lambda: self.proxy.add_pinned_memory(memory), undo)
@@ -268,9 +250,7 @@ class SessionService:
 
     @method()
     def add_schedule(self, schedule: Schedule) -> ScheduleNumber:
-        """Adds a schedule, which the client's streams may then start. The schedule's ids are looked up only when the
-        schedule runs.
-        """
+        """Adds a schedule, which the client's streams may then start. Each run looks up the ids anew."""
         number = self.proxy.add_schedule(schedule)
         self._schedules.add(number)
         return number

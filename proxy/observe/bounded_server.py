@@ -31,15 +31,12 @@ class BoundedServer(ThreadingTCPServer):
     """Serves at most `MOST` connections at a time, each in a thread. A further connection ends the oldest connection,
     so silent clients do not block the server.
 
-    Use the server as a context manager, or call `end`.
+    Use the server as a context manager, or call `end`. Raises ArgumentError if the port is not from 0 to 65535, or the
+    host has no address, and ResourceError if the port is in use, or this process may not use it.
 
     Args:
         host: name or address to listen at.
         port: the port; 0 for any free port.
-
-    Raises:
-        ArgumentError: the port is not from 0 to 65535, or the host has no address.
-        ResourceError: the port is in use, or this process may not use it.
     """
 
     daemon_threads = True
@@ -116,8 +113,7 @@ def split_address(text: str, port: int, argument: str) -> tuple[str, int]:
 
 
 class LocalPages(BaseHTTPRequestHandler):
-    """Base class of the handlers of HTTP servers. Requests are not logged, because they are frequent and a path may
-    contain a token.
+    """Base class of HTTP servers' handlers. Requests, which are frequent and may contain a token, are not logged.
 
     Attributes:
         host: the name or the address that the server listens at.
@@ -132,9 +128,7 @@ class LocalPages(BaseHTTPRequestHandler):
     host = "localhost"
 
     def parse_request(self) -> bool:
-        """Parses and checks a request. Returns False if the request is refused. If the request is accepted, the base
-        class calls the request's method, such as `do_GET`.
-        """
+        """Parses and checks a request. Returns whether the base class is to call its method, such as `do_GET`."""
         if not super().parse_request():
             if not self.requestline.split():  # the base class answers other malformed requests
                 self.send_error(400, "Bad request syntax")
@@ -168,9 +162,7 @@ class LocalPages(BaseHTTPRequestHandler):
 
 
 def is_here(header: str, host: str) -> bool:
-    """Whether a Host header names this machine: by an address, as localhost, by the machine's own name, or by the name
-    `host` at which the server listens.
-    """
+    """Whether a Host header names this machine: an address, localhost, the machine's name, or the served `host`."""
     text = header.strip().lower()
     name = text if text.endswith("]") else text.rpartition(":")[0] or text
     if name in {"localhost", host.lower(), platform.node().lower()}:

@@ -1,7 +1,6 @@
 """Lets observers find services: each service publishes a small file with its identity and the handles of its memory.
 
-The files are in a directory that only the user can enter. A service that is killed leaves its file behind, and the next
-observer removes the file.
+The files are in a directory that only the user can enter. Observers remove the files of killed services.
 """
 
 from __future__ import annotations
@@ -37,28 +36,17 @@ _warning = threading.Lock()
 P = TypeVar("P", bound="OfProcess")
 
 
-_WAYS = {
-    "network": "an abstract socket",
-    "directory": "a socket file",
-    "daemon": "the node daemon",
-}
+_WAYS = {"network": "an abstract socket", "directory": "a socket file", "daemon": "the node daemon"}
 
 
 class Description(Message, frozen=True):
-    """Describes a service's rank to observers. The service itself does not use the description.
+    """Describes a service's rank to observers. The service itself does not use the description."""
 
-    Attributes:
-        rank: number of the rank.
-        world_size: the number of ranks.
-        job: the communicator's name, which no other communicator has.
-        program: the rank's program.
-        ways: for each rank of the host in another PID namespace, the kind of socket that passes descriptors.
-    """
-
-    rank: Annotated[int, Meta(ge=0, le=2**31)]
-    world_size: Annotated[int, Meta(ge=0, le=2**31)]
-    job: str
-    program: str
+    rank: Annotated[int, Meta(ge=0, le=2**31)]  # number of the rank
+    world_size: Annotated[int, Meta(ge=0, le=2**31)]  # the number of ranks
+    job: str  # the communicator's name, which no other communicator has
+    program: str  # the rank's program
+    # For each rank of the host in another PID namespace, the kind of socket that passes descriptors.
     ways: dict[int, str] = msgspec.field(default_factory=dict)
 
     @classmethod
@@ -69,16 +57,12 @@ class Description(Message, frozen=True):
         return cls(rank, world_size, job, program, dict(ways or {}))
 
     def way_text(self, peer: int | None) -> str:
-        """Returns a text that says how descriptors of a peer's memory are passed; "" for a peer in this PID
-        namespace.
-        """
+        """Returns a text that says how descriptors of a peer's memory are passed; "" within this PID namespace."""
         return way_text(self.ways.get(peer, "")) if peer is not None else ""
 
 
 def way_text(way: str) -> str:
-    """Returns a text that names the socket that passes descriptors of memory; `way` is the kind of the socket. Returns
-    "" if `way` is empty.
-    """
+    """Returns a text that says how descriptors of a peer's memory are passed; "" within this PID namespace."""
     return f"memory by descriptors over {_WAYS.get(way, way)}" if way else ""
 
 
@@ -93,17 +77,11 @@ class RingPlace(Message, frozen=True):
 
 
 class OfProcess(Message, frozen=True):
-    """Base class of publications of objects that belong to a process.
+    """Base class of publications of objects that belong to a process."""
 
-    Attributes:
-        pid: the process's id.
-        started: when the process started (`start_of`), which together with `pid` identifies the process.
-        namespace: the PID namespace of `pid`.
-    """
-
-    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    started: Uint64
-    namespace: str
+    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]  # the process's id
+    started: Uint64  # when the process started (`start_of`), which together with `pid` identifies the process
+    namespace: str  # the PID namespace of `pid`
 
     @property
     def is_alive(self) -> bool:
@@ -117,25 +95,15 @@ def this_process(started: int | None = None) -> tuple[int, int, str]:
 
 
 class Publication(OfProcess, frozen=True):
-    """A service's publication for observers.
+    """A service's publication for observers."""
 
-    Attributes:
-        description: the rank that the service works for.
-        runtime: name of the service's runtime.
-        workers: number of workers.
-        observed: handle of the service's `ObservedSegment`, in hexadecimal.
-        counters: handle of the channels' counters, in hexadecimal.
-        rings: the service's rings.
-        format: `FORMAT`, the layout of the observed memory.
-    """
-
-    description: Description
-    runtime: str
-    workers: Annotated[int, Meta(ge=1, le=_MOST_WORKERS)]
-    observed: str
-    counters: str
-    rings: tuple[RingPlace, ...]
-    format: int
+    description: Description  # the rank that the service works for
+    runtime: str  # name of the service's runtime
+    workers: Annotated[int, Meta(ge=1, le=_MOST_WORKERS)]  # number of workers
+    observed: str  # handle of the service's `ObservedSegment`, in hexadecimal
+    counters: str  # handle of the channels' counters, in hexadecimal
+    rings: tuple[RingPlace, ...]  # the service's rings
+    format: int  # `FORMAT`, the layout of the observed memory
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
@@ -147,10 +115,6 @@ class Publication(OfProcess, frozen=True):
 
 
 _PUBLICATIONS = Codec(Publication, 1 << 20)
-
-
-def publications_directory() -> Path:
-    return runtime_directory()
 
 
 def check_directory(directory: Path) -> None:
@@ -175,13 +139,10 @@ def new_name(suffix: str) -> str:
 
 
 def write(name: str, data: bytes) -> Path:
-    """Writes or replaces a file in the directory of publications, atomically. Returns the file's path.
-
-    Raises:
-        OSError: the file can't be written.
-        ArgumentError: the directory is not this user's own.
+    """Writes or replaces a file in the directory of publications, atomically. Returns the file's path. Raises OSError
+    if the file can't be written, and ArgumentError if the directory is not this user's own.
     """
-    directory = publications_directory()
+    directory = runtime_directory()
     directory.mkdir(mode=0o700, exist_ok=True)
     check_directory(directory)
     path = directory / name
@@ -200,9 +161,7 @@ def try_publish(publication: Publication) -> Path | None:
 
 
 def try_write(name: str, data: bytes) -> Path | None:
-    """Calls `write`. If the call fails, logs the error (each error only once) and returns None, because a service works
-    without observers.
-    """
+    """Calls `write`. Logs each error once and then returns None, because a service works without observers."""
     try:
         return write(name, data)
     except (OSError, ArgumentError) as error:
@@ -241,7 +200,7 @@ def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
     ended processes. Raises the errors of `check_directory`.
     """
     found = []
-    directory = publications_directory()
+    directory = runtime_directory()
     with contextlib.suppress(FileNotFoundError):
         check_directory(directory)
     for path in sorted(each for each in directory.glob(f"*{suffix}") if each.is_file()):
@@ -281,6 +240,6 @@ def none_found(job: str | None = None, ranks: Collection[int] | None = None, pro
     of_ranks = "" if ranks is None else f" of rank {', '.join(map(str, sorted(ranks)))}"
     where = "on this machine" if process is None else f"in process {process}"
     return (
-        f"this user runs no proxy{of_job}{of_ranks} {where}; looked in {publications_directory()} "
+        f"this user runs no proxy{of_job}{of_ranks} {where}; looked in {runtime_directory()} "
         "(a proxy that was started with another XDG_RUNTIME_DIR publishes elsewhere)"
     )

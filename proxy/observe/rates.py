@@ -12,25 +12,16 @@ from proxyccl.proxy.thread import IdlePolicy
 
 
 class WorkerRates(Message, frozen=True):
-    """A worker's activity between two snapshots.
+    """A worker's activity between two snapshots."""
 
-    Attributes:
-        number: the worker's number in its service.
-        busy: fraction of the time, 0 to 1, in which the worker's thread had work for any of its workers.
-        looks_per_s: polls of the worker's rings and connections per second.
-        sleeps_per_s: sleeps of the thread per second.
-        wakes_per_s: how often per second a launch woke the thread.
-        core: the share of a core that the thread used, from 0 to 1; None if the system does not report the CPU time.
-        idle_times: the fields of the thread's `IdlePolicy`, in order.
-    """
-
-    number: int
-    busy: float
-    looks_per_s: float
-    sleeps_per_s: float
-    wakes_per_s: float
+    number: int  # the worker's number in its service
+    busy: float  # fraction of the time, 0 to 1, in which the worker's thread had work for any of its workers
+    looks_per_s: float  # polls of the worker's rings and connections per second
+    sleeps_per_s: float  # sleeps of the thread per second
+    wakes_per_s: float  # how often per second a launch woke the thread
+    # The share of a core that the thread used, from 0 to 1; None if the system does not report the CPU time.
     core: float | None
-    idle_times: tuple[float, float, float]
+    idle_times: tuple[float, float, float]  # the fields of the thread's `IdlePolicy`, in order
 
     @property
     def idle(self) -> IdlePolicy:
@@ -38,90 +29,53 @@ class WorkerRates(Message, frozen=True):
 
 
 class ChannelRates(Message, frozen=True):
-    """A channel's activity between two snapshots.
+    """A channel's activity between two snapshots."""
 
-    Attributes:
-        id: the channel's id.
-        peer: the rank at the other end; None for a handler's channel.
-        transport: name of the transport; "handler" for a handler's channel.
-        worker: number of the worker that serves the channel.
-        connection: number of the channel's connection in that worker; None for a handler's channel.
-        triggers: number of triggers since the channel was created.
-        signals: number of signals since the channel was created, including schedules' sends.
-        triggers_per_s: triggers of all operations per second.
-        sends_per_s: sends of schedules per second. No kernel pushes a trigger for a send, but traces show sends along
-            with triggers.
-        puts_per_s: triggers that put data, and schedules' sends that carried data, per second.
-        gets_per_s: triggers that got data, per second.
-        bytes_per_s: bytes per second that the channel's puts and gets moved.
-        ring: number of the channel's ring.
-        ring_full: number of the ring's slots that hold a trigger at the second snapshot.
-        ring_size: number of the ring's slots.
-        outstanding: number of triggers and schedules' sends, on all channels of the connection, that are not known to
-            be complete.
-        completed: number of triggers and schedules' sends, on all channels of the connection, that are known to be
-            complete.
-        flush_us: mean time, in µs, from issue to completion of the timed flushes between the snapshots; None if there
-            were no timed flushes.
-        timed_flushes: number of timed flushes between the snapshots.
-        errors: number of triggers that have failed since the channel was created.
-        connection_errors: number of failures of the connection, on all its channels, since the connection was created.
-        rails_up: number of the connection's rails in use; 0 for a connection without rails.
-        rail_failures: number of failures of a rail of the connection.
-    """
-
-    id: int
-    peer: int | None
-    transport: str
-    worker: int
-    connection: int | None
-    triggers: int
-    signals: int
-    triggers_per_s: float
+    id: int  # the channel's id
+    peer: int | None  # the rank at the other end; None for a handler's channel
+    transport: str  # name of the transport; "handler" for a handler's channel
+    worker: int  # number of the worker that serves the channel
+    connection: int | None  # number of the channel's connection in that worker; None for a handler's channel
+    triggers: int  # number of triggers since the channel was created
+    signals: int  # number of signals since the channel was created, including schedules' sends
+    triggers_per_s: float  # triggers of all operations per second
+    # Sends of schedules per second. No kernel pushes a trigger for a send, but traces show sends along with triggers.
     sends_per_s: float
-    puts_per_s: float
-    gets_per_s: float
-    bytes_per_s: float
-    ring: int
-    ring_full: int
-    ring_size: int
+    puts_per_s: float  # triggers that put data, and schedules' sends that carried data, per second
+    gets_per_s: float  # triggers that got data, per second
+    bytes_per_s: float  # bytes per second that the channel's puts and gets moved
+    ring: int  # number of the channel's ring
+    ring_full: int  # number of the ring's slots that hold a trigger at the second snapshot
+    ring_size: int  # number of the ring's slots
+    # Number of triggers and schedules' sends, on all channels of the connection, that are not known to be complete.
     outstanding: int
+    # Number of triggers and schedules' sends, on all channels of the connection, that are known to be complete.
     completed: int
+    # Mean time, in µs, from issue to completion of the timed flushes between the snapshots; None if there were no timed
+    # flushes.
     flush_us: float | None
-    timed_flushes: int
-    errors: int
+    timed_flushes: int  # number of timed flushes between the snapshots
+    errors: int  # number of triggers that have failed since the channel was created
+    # Number of failures of the connection, on all its channels, since the connection was created.
     connection_errors: int
-    rails_up: int = 0
-    rail_failures: int = 0
+    rails_up: int = 0  # number of the connection's rails in use; 0 for a connection without rails
+    rail_failures: int = 0  # number of failures of a rail of the connection
 
 
 class ServiceRates(Message, frozen=True):
-    """A service's activity between two snapshots.
+    """A service's activity between two snapshots."""
 
-    Attributes:
-        job: the communicator's name.
-        rank: the rank that the service works for.
-        world_size: number of ranks of the job.
-        pid: id of the service's process, which is the rank's process or a daemon.
-        program: the rank's program.
-        runtime: the runtime's name.
-        seconds: time between the two snapshots.
-        errors: number of failed triggers and of failures of connections since the service started.
-        workers: the service's workers, by number.
-        channels: the channels in use, by id.
-        ways: for each rank of the host in another PID namespace, how this rank reaches that rank's memory, in words.
-    """
-
-    job: str
-    rank: int
-    world_size: int
-    pid: int
-    program: str
-    runtime: str
-    seconds: float
-    errors: int
-    workers: tuple[WorkerRates, ...]
-    channels: tuple[ChannelRates, ...]
+    job: str  # the communicator's name
+    rank: int  # the rank that the service works for
+    world_size: int  # number of ranks of the job
+    pid: int  # id of the service's process, which is the rank's process or a daemon
+    program: str  # the rank's program
+    runtime: str  # the runtime's name
+    seconds: float  # time between the two snapshots
+    errors: int  # number of failed triggers and of failures of connections since the service started
+    workers: tuple[WorkerRates, ...]  # the service's workers, by number
+    channels: tuple[ChannelRates, ...]  # the channels in use, by id
+    # For each rank of the host in another PID namespace, how this rank reaches that rank's memory, in words.
     ways: dict[int, str] = msgspec.field(default_factory=dict)
 
     def paths(self) -> dict[str, list[int]]:
@@ -208,9 +162,7 @@ class Watch:
         self._views: dict[Path, ServiceView] = {}
 
     def rates(self) -> list[ServiceRates]:
-        """Returns the services' activity since the last call, ordered by job and rank. Services that started after the
-        last call are left out. Raises the errors of `find`.
-        """
+        """Returns the activity since the last call of services that ran then, by job and rank. Raises as `find`."""
         before, self._views = self._views, snapshots(*self._of)
         return [rates_between(before[path], view) for path, view in self._views.items() if path in before]
 

@@ -29,118 +29,69 @@ ffi, lib = _engine.ffi, _engine.lib
 
 
 class WorkerView(Message, frozen=True):
-    """A worker's activity since its start.
+    """A worker's activity since its start."""
 
-    Attributes:
-        number: the worker's number in its service.
-        looks: number of polls of the worker's rings and connections.
-        age_ns: time since the worker's start; 0 once the worker has ended.
-        idle_ns: the part of `age_ns` in which the worker's thread had nothing to do for any of its workers.
-        sleeps: number of the thread's sleeps.
-        slept_ns: time that the thread slept.
-        wakes: how often a launch woke the thread.
-        cpu_ns: the thread's CPU time, for all its workers together; None if the system does not report the CPU time.
-        idle_times: the fields of the thread's `IdlePolicy`, in order.
-    """
-
-    number: int
-    looks: int
-    age_ns: int
-    idle_ns: int
-    sleeps: int
-    slept_ns: int
-    wakes: int
+    number: int  # the worker's number in its service
+    looks: int  # number of polls of the worker's rings and connections
+    age_ns: int  # time since the worker's start; 0 once the worker has ended
+    idle_ns: int  # the part of `age_ns` in which the worker's thread had nothing to do for any of its workers
+    sleeps: int  # number of the thread's sleeps
+    slept_ns: int  # time that the thread slept
+    wakes: int  # how often a launch woke the thread
+    # The thread's CPU time, for all its workers together; None if the system does not report the CPU time.
     cpu_ns: int | None
-    idle_times: tuple[float, float, float]
+    idle_times: tuple[float, float, float]  # the fields of the thread's `IdlePolicy`, in order
 
 
 class RingView(Struct, frozen=True):
-    """A ring's state at one moment.
+    """A ring's state at one moment."""
 
-    Attributes:
-        number: the ring's number in its service.
-        worker: number of the worker that drains the ring.
-        size: number of slots.
-        taken: number of triggers that the proxy has taken since the ring was created.
-        full: number of slots that hold a trigger at this moment.
-    """
-
-    number: int
-    worker: int
-    size: int
-    taken: int
-    full: int
+    number: int  # the ring's number in its service
+    worker: int  # number of the worker that drains the ring
+    size: int  # number of slots
+    taken: int  # number of triggers that the proxy has taken since the ring was created
+    full: int  # number of slots that hold a trigger at this moment
 
 
 class ConnectionView(Message, frozen=True):
-    """A connection's state at one moment.
+    """A connection's state at one moment."""
 
-    Attributes:
-        worker: number of the worker that serves the connection.
-        number: the connection's number in that worker.
-        peer: the rank at the other end; None if unknown.
-        transport: the transport's name.
-        completed: number of triggers and of schedules' sends that are known to be complete.
-        outstanding: number of triggers and of schedules' sends that were not known to be complete at the worker's last
-            poll.
-        errors: number of failures.
-        rails_up: number of rails in use; 0 for a connection without rails.
-        rail_failures: number of failures of a rail.
-    """
-
-    worker: int
-    number: int
-    peer: int | None
-    transport: str
-    completed: int
+    worker: int  # number of the worker that serves the connection
+    number: int  # the connection's number in that worker
+    peer: int | None  # the rank at the other end; None if unknown
+    transport: str  # the transport's name
+    completed: int  # number of triggers and of schedules' sends that are known to be complete
+    # Number of triggers and of schedules' sends that were not known to be complete at the worker's last poll.
     outstanding: int
-    errors: int
-    rails_up: int = 0
-    rail_failures: int = 0
+    errors: int  # number of failures
+    rails_up: int = 0  # number of rails in use; 0 for a connection without rails
+    rail_failures: int = 0  # number of failures of a rail
 
 
 class ChannelView(ChannelCounters, frozen=True, kw_only=True):
-    """A channel's ring, worker, connection and counters at one moment.
+    """A channel's ring, worker, connection and counters at one moment."""
 
-    Attributes:
-        id: the channel's id in its service.
-        ring: number of the ring that the channel's triggers come through.
-        worker: number of the worker that serves the channel.
-        connection: number, in that worker, of the channel's connection; None for a Python handler.
-        flush_ns: sum of the times of timed flushes, from issue to completion.
-        timed_flushes: number of timed flushes. A flush is timed unless it completes immediately or its connection is
-            timing another flush.
-        errors: number of triggers that have failed.
-    """
-
-    id: int
-    ring: int
-    worker: int
-    connection: int | None
-    flush_ns: int = 0
+    id: int  # the channel's id in its service
+    ring: int  # number of the ring that the channel's triggers come through
+    worker: int  # number of the worker that serves the channel
+    connection: int | None  # number, in that worker, of the channel's connection; None for a Python handler
+    flush_ns: int = 0  # sum of the times of timed flushes, from issue to completion
+    # Number of timed flushes. A flush is timed unless it completes immediately or its connection is timing another
+    # flush.
     timed_flushes: int = 0
-    errors: int = 0
+    errors: int = 0  # number of triggers that have failed
 
 
 class ServiceView(Struct, frozen=True):
-    """The state of a service at one moment.
+    """The state of a service at one moment."""
 
-    Attributes:
-        publication: the service's publication.
-        time_ns: the moment, by CLOCK_MONOTONIC.
-        workers: the service's workers, by number.
-        rings: the service's rings, by number.
-        connections: the service's connections, by worker and number.
-        channels: the channels in use, by id.
-        schedule_waits: the waits of schedules that make no progress, from `ObservedSegment.schedule_waits`.
-    """
-
-    publication: Publication
-    time_ns: int
-    workers: tuple[WorkerView, ...]
-    rings: tuple[RingView, ...]
-    connections: tuple[ConnectionView, ...]
-    channels: tuple[ChannelView, ...]
+    publication: Publication  # the service's publication
+    time_ns: int  # the moment, by CLOCK_MONOTONIC
+    workers: tuple[WorkerView, ...]  # the service's workers, by number
+    rings: tuple[RingView, ...]  # the service's rings, by number
+    connections: tuple[ConnectionView, ...]  # the service's connections, by worker and number
+    channels: tuple[ChannelView, ...]  # the channels in use, by id
+    # The waits of schedules that make no progress, from `ObservedSegment.schedule_waits`.
     schedule_waits: tuple[ScheduleWait, ...] = ()
 
     def connection_of(self, channel: ChannelView) -> ConnectionView | None:
@@ -251,9 +202,7 @@ class Observer:
 
 
 def snapshots(job: str | None = None, process: int | None = None) -> dict[Path, ServiceView]:
-    """Returns a dict that maps the paths of publications to the services' states. See `find` for the arguments. Raises
-    the errors of `find`.
-    """
+    """Returns the services' states by the paths of their publications. See `find` for the arguments and the errors."""
     views = {}
     for path, publication in find(job, process=process):
         with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # the service may have closed

@@ -40,16 +40,11 @@ def open_published(handle: str, nbytes: int) -> SharedMemory:
 
 class ObservedSegment:
     """The segment in which a service publishes its activity. With a `handle` (in hexadecimal), this object maps the
-    existing segment that the handle names; without a handle, it creates a new segment.
-
-    Attributes:
-        pointer: the memory as a ProxycclObserved.
-
-    Raises:
-        ArgumentError: the memory that `handle` names can't be opened, or is too short for this number of workers.
+    existing segment that the handle names; without a handle, it creates a new segment. Raises ArgumentError if the
+    memory that `handle` names can't be opened, or is too short for this number of workers.
     """
 
-    pointer: _engine.ProxycclObservedPointer
+    pointer: _engine.ProxycclObservedPointer  # the memory as a ProxycclObserved
 
     def __init__(self, workers: int, handle: str = "") -> None:
         self._workers = workers
@@ -68,9 +63,7 @@ class ObservedSegment:
         stats.in_use = 1
 
     def place_channel(self, channel: int, worker: int, ring: int, connection: int | None) -> None:
-        """Records the worker, the ring and the connection of a channel's triggers. `connection` is None for a handler's
-        channel.
-        """
+        """Records the worker, ring and connection of a channel's triggers; `connection` is None for a handler."""
         place = self.pointer.channels[channel]
         place.worker, place.ring = worker, ring
         place.connection = lib.PROXYCCL_PLACE_HANDLER if connection is None else connection + 1
@@ -88,9 +81,7 @@ class ObservedSegment:
         return int(stats.issued - completed)
 
     def schedule_waits(self) -> list[ScheduleWait]:
-        """Returns the waits of schedules that make no progress or that a failure stopped, at most one per
-        connection.
-        """
+        """Returns the waits of schedules without progress or stopped by a failure, at most one per connection."""
         found = []
         for worker in range(self._workers):
             for stats in itertools.takewhile(lambda stats: stats.in_use, self.worker(worker).connections):
@@ -101,8 +92,6 @@ class ObservedSegment:
         return found
 
     def close(self) -> None:
-        """Unmaps the segment. If this object created the segment, also frees it, so the service's workers must have
-        ended.
-        """
+        """Unmaps the segment, and frees it if this object created it; then the service's workers must have ended."""
         vars(self).pop("pointer", None)  # a later use of `pointer` raises AttributeError
         self.memory.close()

@@ -1,6 +1,4 @@
-"""Traces a service: requests trace records from the service's workers (engine/observe.h), fetches the records and
-decodes them.
-"""
+"""Traces a service: requests trace records from its workers (engine/observe.h), fetches and decodes the records."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ _CHANNELS_EVERY_NS = 100_000_000
 """The time in ns between two reads of the channels' list, which take longer than to fetch records."""
 
 MOST_TRIGGERS = 500_000
-"""The number of triggers that are kept by default. The trace file then has at most about 250 MB, which a browser can
-still show.
-"""
+"""The number of triggers kept by default: a trace file of at most about 250 MB, which a browser can still show."""
 
 _PARITY = 1 << PARITY_SHIFT
 _KIND = (1 << lib.PROXYCCL_MARK_BITS) - 1
@@ -47,69 +43,47 @@ class TracedTrigger:
     A send of a schedule does not pass through a ring, so it has a schedule instead of a ring and a ticket. If a worker
     handled several triggers between two clock readings, the time between the readings is divided evenly among the
     triggers.
-
-    Attributes:
-        worker: the worker that handled the trigger.
-        ring: number of the ring that the trigger came through; None for a send.
-        ticket: the trigger's ticket in that ring; None for a send.
-        schedule: number of the send's schedule; None for a trigger.
-        trigger: the trigger; for a send, a trigger that would have the same effect.
-        look: number of the worker's clock reading; triggers with the same number were handled together.
-        seen_ns: when the worker found the trigger.
-        issued_ns: when the worker had issued the trigger's operations and looked for the next trigger.
-        completed_ns: when the worker found the operations complete, or when the handler returned; None if unknown.
     """
 
-    worker: int
-    ring: int | None
-    ticket: int | None
-    schedule: int | None
-    trigger: Trigger
-    look: int
-    seen_ns: int
-    issued_ns: int
+    worker: int  # the worker that handled the trigger
+    ring: int | None  # number of the ring that the trigger came through; None for a send
+    ticket: int | None  # the trigger's ticket in that ring; None for a send
+    schedule: int | None  # number of the send's schedule; None for a trigger
+    trigger: Trigger  # the trigger; for a send, a trigger that would have the same effect
+    look: int  # number of the worker's clock reading; triggers with the same number were handled together
+    seen_ns: int  # when the worker found the trigger
+    issued_ns: int  # when the worker had issued the trigger's operations and looked for the next trigger
+    # When the worker found the operations complete, or when the handler returned; None if unknown.
     completed_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TracedWait:
-    """A worker's wait for a peer in a schedule. Times are those of CLOCK_MONOTONIC in nanoseconds.
+    """A worker's wait for a peer in a schedule. Times are those of CLOCK_MONOTONIC in nanoseconds."""
 
-    Attributes:
-        schedule: the schedule's number.
-        channel: id of the channel to the peer.
-        joins: whether the worker waited for the peer to join the schedule; if not, the worker waited for the peer's
-            data.
-        begin_ns: when the worker began the schedule.
-        end_ns: when the worker found that the peer had joined or the data had arrived.
-    """
-
-    schedule: int
-    channel: int
+    schedule: int  # the schedule's number
+    channel: int  # id of the channel to the peer
+    # Whether the worker waited for the peer to join the schedule; if not, the worker waited for the peer's data.
     joins: bool
-    begin_ns: int
-    end_ns: int
+    begin_ns: int  # when the worker began the schedule
+    end_ns: int  # when the worker found that the peer had joined or the data had arrived
 
 
 @dataclass(frozen=True)
 class ServiceTrace:
-    """The trace of one service.
-
-    Attributes:
-        triggers: the triggers and the sends of schedules: worker by worker, and for each worker in the order in which
-            they were issued.
-        routes: the peer and the transport of each channel in use; (None, "handler") for a handler's channel.
-        lost: a lower bound for the number of records that were overwritten before they were fetched, or that were never
-            written.
-        left_out: number of triggers that were fetched but not kept, because the `Allowance` was used up.
-        waits: the waits of schedules: worker by worker, and for each worker in the order in which they ended.
-    """
+    """The trace of one service."""
 
     publication: Publication
+    # The triggers and the sends of schedules: worker by worker, and for each worker in the order in which they were
+    # issued.
     triggers: list[TracedTrigger]
+    # The peer and the transport of each channel in use; (None, "handler") for a handler's channel.
     routes: dict[int, tuple[int | None, str]]
+    # A lower bound for the number of records that were overwritten before they were fetched, or that were never
+    # written.
     lost: int
-    left_out: int = 0
+    left_out: int = 0  # number of triggers that were fetched but not kept, because the `Allowance` was used up
+    # The waits of schedules: worker by worker, and for each worker in the order in which they ended.
     waits: list[TracedWait] = field(default_factory=list)
 
 
@@ -138,9 +112,7 @@ class TraceDecoder:
         self.lost = 0
 
     def skip(self, lost: int) -> None:
-        """Notes that `lost` records are missing before the next records, so the completion of earlier triggers stays
-        unknown.
-        """
+        """Notes that `lost` records are missing here, so the completion of earlier triggers stays unknown."""
         self.lost += lost + len(self._unissued)
         self._unissued.clear()
         self._outstanding.clear()
@@ -207,11 +179,8 @@ class TraceDecoder:
 
 class Allowance:
     """The number of triggers that several tracers may still keep. Tracers with a common `Allowance` stop keeping
-    triggers at about the same moment.
-
-    Args:
-        triggers: the number of triggers to keep. Further triggers are kept if they share a clock reading with the last
-            of the kept triggers.
+    triggers at about the same moment. `triggers` is the number of triggers to keep. Further triggers are kept if they
+    share a clock reading with the last of the kept triggers.
     """
 
     def __init__(self, triggers: int) -> None:
@@ -245,9 +214,7 @@ class _Records:
         self._stats.trace_until = moment_ns
 
     def note_pause(self) -> None:
-        """Counts one lost record if the worker stopped recording because this process did not call `ask_until` in
-        time.
-        """
+        """Counts one lost record if the worker stopped recording because `ask_until` was not called in time."""
         if self._stats.trace_until == 0:
             self._add(1, np.empty((0, 2), np.uint64))
 
@@ -275,15 +242,12 @@ class _Records:
 
 class Tracer:
     """Records a service's activity until `stop`. Only one tracer at a time can record a service. Each worker begins to
-    record at the next poll of its rings.
+    record at the next poll of its rings. Raises ResourceError if another process traces the service, or the service's
+    file is gone, and ArgumentError if the service has ended.
 
     Args:
         path: the file of the service's publication.
         allowance: the number of triggers to keep, shared with other tracers; None for `MOST_TRIGGERS` in this tracer.
-
-    Raises:
-        ResourceError: another process traces the service, or the service's file is gone.
-        ArgumentError: the service has ended.
     """
 
     def __init__(self, path: Path, publication: Publication, allowance: Allowance | None = None) -> None:
@@ -319,9 +283,7 @@ class Tracer:
             worker.ask_until(moment_ns)
 
     def fetch(self) -> None:
-        """Fetches the new records, and extends the time until which workers record. Call this method many times per
-        second.
-        """
+        """Fetches new records, and extends the time in which workers record. Must be called many times per second."""
         for worker in self._workers:
             worker.note_pause()
         self._ask_until(time.monotonic_ns() + _LEASE_NS)
@@ -359,9 +321,7 @@ class Tracer:
         return ServiceTrace(self._observer.publication, triggers, self._routes, lost, left_out, waits)
 
     def close(self) -> None:
-        """Ends the recording, unless `stop` has already ended the recording, and lets other processes trace the
-        service.
-        """
+        """Ends the recording, unless `stop` has done so, and lets other processes trace the service."""
         self._ask_until(0)
         self._workers.clear()
         self._opened.close()

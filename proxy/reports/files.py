@@ -1,6 +1,4 @@
-"""The directory for reports: one that the user chooses, or a default directory, in which only the newest `KEPT` reports
-are kept.
-"""
+"""The directory for reports: the user's choice, or a default directory that keeps only the newest `KEPT` reports."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ def wanted() -> bool:
 
 
 def default_directory() -> Path:
-    """Returns the directory that is used without ``PROXYCCL_REPORT_DIR``. Several hosts may share the directory's file
-    system.
-    """
+    """Returns the directory used without ``PROXYCCL_REPORT_DIR``. Several hosts may share its file system."""
     return user_directory("XDG_STATE_HOME", ".local/state", "state") / "reports"
 
 
@@ -40,7 +36,8 @@ def directory() -> Path:
 
 
 def write(group: str, who: str, number: int, text: str) -> Path:
-    """Writes a report of this process atomically.
+    """Writes a report of this process atomically. Raises OSError if the report can't be written, and UntrustedPathError
+    if other users can change the default directory.
 
     Args:
         group: eight random hexadecimal digits, which distinguish this process from other processes with the same
@@ -48,10 +45,6 @@ def write(group: str, who: str, number: int, text: str) -> Path:
         who: "rank" and its number, or "daemon".
         number: number of this report among the reports of the same `who`, from 1.
         text: the report's text.
-
-    Raises:
-        OSError: the report can't be written.
-        UntrustedPathError: other users can change the default directory.
     """
     where = directory().absolute()
     is_default = where == default_directory().absolute()

@@ -34,7 +34,7 @@ from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.process.threads import Thread
 from proxyccl.device.runtime import Memory
 from proxyccl.proxy.daemon import server, session_memories
-from proxyccl.proxy.daemon.client import missing_in_daemon
+from proxyccl.proxy.daemon.connection import missing_in_daemon
 from proxyccl.proxy.daemon.protocol import LAYOUT, LONGEST_FRAME, VERSION, socket_path
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
 from proxyccl.proxy.interface import EndpointInfo

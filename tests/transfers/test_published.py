@@ -18,7 +18,7 @@ import pytest
 from proxyccl.channels.transfers import published
 from proxyccl.channels.transfers.published import agents_text, find_agents
 from proxyccl.channels.transfers.tracing import AgentTracer
-from proxyccl.proxy.observe.publications import publications_directory
+from proxyccl.device.process.user_directories import runtime_directory
 from proxyccl.tools.info import _agents, show
 from proxyccl.tools.trace import write_trace
 from proxyccl.transfer import Agent
@@ -107,14 +107,14 @@ def test_a_killed_agents_file_is_removed() -> None:
         assert seen("to be killed", process.pid)
         process.kill()
         assert seen("to be killed", process.pid) == []
-        assert not list(publications_directory().glob(f"{process.pid}-*.agent"))
+        assert not list(runtime_directory().glob(f"{process.pid}-*.agent"))
 
 
 def test_an_agent_that_is_not_closed_leaves_no_file() -> None:
     program = "import os; from proxyccl.transfer import Agent; agent = Agent('open', listen=()); print(os.getpid())"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
     pid = done.stdout.strip()
-    assert not list(publications_directory().glob(f"{pid}-*.agent"))
+    assert not list(runtime_directory().glob(f"{pid}-*.agent"))
 
 
 def test_an_agent_works_where_its_process_cannot_be_looked_at(

@@ -3,8 +3,7 @@
 Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 Anybody on the machine may connect, so every request needs the token that is part of the printed URL. `LocalPages`
-checks the token first. The Content-Security-Policy prevents the page from loading data from other servers or sending
-data to other servers.
+checks the token first. The Content-Security-Policy prevents the page from exchanging data with other servers.
 """
 
 from __future__ import annotations
@@ -33,11 +32,8 @@ _MOST_TRACE_SECONDS = 60.0
 def serve(address: str, interval: float, job: str | None = None, process: int | None = None) -> Iterator[str]:
     """A context manager that runs a server, and whose value is the server's URL with the token. `address` is HOST:PORT,
     HOST or :PORT; "" means any free port of localhost. `interval` is the time in seconds between two updates of the
-    page; `job` and `process` select services (see `find`).
-
-    Raises:
-        ArgumentError: `address` is not an address.
-        ResourceError: the port is in use, or not allowed.
+    page; `job` and `process` select services (see `find`). Raises ArgumentError if `address` is not an address, and
+    ResourceError if the port is in use, or not allowed.
     """
     host, port = split_address(address, 0, "--web")
     token = secrets.token_urlsafe(24)

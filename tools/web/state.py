@@ -59,11 +59,7 @@ class States:
         self._failures: tuple[Diagnosis, ...] = ()
 
     def now(self) -> State:
-        """Returns the current state.
-
-        Raises:
-            ArgumentError: another user owns the directory of publications.
-        """
+        """Returns the current state. Raises ArgumentError if another user owns the directory of publications."""
         rates = self._watch.rates()
         views = [self._with_waits(view) for view in communicators() if self._job in (None, view.name)]
         self._made = {(view.name, rank.rank): rank.made for view in views for rank in view.present}

@@ -9,16 +9,6 @@ namespace mscclpp {
 enum MemoryOrder { memoryOrderRelaxed, memoryOrderAcquire, memoryOrderRelease, memoryOrderAcqRel, memoryOrderSeqCst };
 enum ThreadScope { scopeSystem, scopeDevice };
 
-namespace detail {
-// Names T in a non-deduced context, so that an argument of another type is converted to T.
-template <class T>
-struct SameType {
-  using Type = T;
-};
-template <class T>
-using Same = typename SameType<T>::Type;
-}  // namespace detail
-
 /// Loads a number of 4 or 8 bytes.
 /// @param p      its address
 /// @param order  relaxed, acquire or sequentially consistent
@@ -35,7 +25,7 @@ PROXYCCL_DEVICE T atomicLoad(const T* p, MemoryOrder order) {
 /// @param value  the value to store
 /// @param order  relaxed, release or sequentially consistent
 template <class T, ThreadScope Scope = scopeSystem>
-PROXYCCL_DEVICE void atomicStore(T* p, const detail::Same<T>& value, MemoryOrder order) {
+PROXYCCL_DEVICE void atomicStore(T* p, const proxyccl::Same<T>& value, MemoryOrder order) {
   if (order == memoryOrderRelaxed) {
     if (Scope == scopeSystem)
       proxyccl::storeRelaxedSystem<T>(p, value);
@@ -53,7 +43,7 @@ PROXYCCL_DEVICE void atomicStore(T* p, const detail::Same<T>& value, MemoryOrder
 /// Adds to an integer atomically.
 /// @return the previous value
 template <class T, ThreadScope Scope = scopeSystem>
-PROXYCCL_DEVICE T atomicFetchAdd(T* p, const detail::Same<T>& value, MemoryOrder order) {
+PROXYCCL_DEVICE T atomicFetchAdd(T* p, const proxyccl::Same<T>& value, MemoryOrder order) {
   if (order == memoryOrderRelaxed)
     return Scope == scopeSystem ? PROXYCCL_FETCH_ADD(p, static_cast<T>(value), RELAXED, SYSTEM)
                                 : PROXYCCL_FETCH_ADD(p, static_cast<T>(value), RELAXED, DEVICE);

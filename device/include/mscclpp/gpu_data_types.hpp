@@ -9,23 +9,19 @@
 #include "proxyccl/narrow_float.h"
 
 #ifdef MSCCLPP_DEVICE_HIP
-namespace mscclpp {
-namespace detail {
+namespace mscclpp::detail {
 using Half = proxyccl::NarrowFloat<proxyccl::Half>;
 using BFloat16 = proxyccl::NarrowFloat<proxyccl::BFloat16>;
-}  // namespace detail
-}  // namespace mscclpp
+}  // namespace mscclpp::detail
 #else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 using __bfloat16 = __nv_bfloat16;
 using __bfloat162 = __nv_bfloat162;
-namespace mscclpp {
-namespace detail {
+namespace mscclpp::detail {
 using Half = __half;
 using BFloat16 = __bfloat16;
-}  // namespace detail
-}  // namespace mscclpp
+}  // namespace mscclpp::detail
 #endif
 using __fp8_e4m3 = ::proxyccl::NarrowFloat<::proxyccl::Float8E4M3>;
 using __fp8_e5m2 = ::proxyccl::NarrowFloat<::proxyccl::Float8E5M2>;

@@ -34,17 +34,6 @@ struct SpinCount {
   PROXYCCL_DEVICE SpinCount(Number) {}
 };
 
-template <class Packet>
-struct ChannelPacket;
-template <>
-struct ChannelPacket<LL16Packet> {
-  using Type = proxyccl::LL16Packet;
-};
-template <>
-struct ChannelPacket<LL8Packet> {
-  using Type = proxyccl::LL8Packet;
-};
-
 }  // namespace detail
 
 struct BaseMemoryChannelDeviceHandle {
@@ -163,7 +152,7 @@ struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
  private:
   // Converts to the channel's own packet type, which has the same layout.
   template <class Packet>
-  using PacketOf = typename detail::ChannelPacket<Packet>::Type;
+  using PacketOf = typename Packet::Ours;
 
   PROXYCCL_DEVICE proxyccl::SmChannelDeviceHandle handle() const { return ours(); }
 };

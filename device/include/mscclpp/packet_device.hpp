@@ -15,13 +15,14 @@ union alignas(16) LL16Packet {
   ulonglong2 raw_;
 
   using Payload = uint2;
+  using Ours = proxyccl::LL16Packet;
 
   LL16Packet() = default;
   PROXYCCL_DEVICE LL16Packet(uint2 value, uint32_t flag) : data1(value.x), flag1(flag), data2(value.y), flag2(flag) {}
 
   /// Stores 8 bytes of data and the flag, which is neither 0 nor the packet's previous flag.
   PROXYCCL_DEVICE void write(uint32_t first, uint32_t second, uint32_t flag) {
-    reinterpret_cast<proxyccl::LL16Packet*>(this)->write({first, second}, flag);
+    reinterpret_cast<Ours*>(this)->write({first, second}, flag);
   }
   PROXYCCL_DEVICE void write(uint64_t value, uint32_t flag) {
     write(static_cast<uint32_t>(value), static_cast<uint32_t>(value >> 32), flag);
@@ -31,8 +32,8 @@ union alignas(16) LL16Packet {
   /// Loads the packet once.
   /// @return true if the packet does not have this flag yet, as in MSCCL++; otherwise `data` is its payload
   PROXYCCL_DEVICE bool readOnce(uint32_t flag, uint2& data) const {
-    const proxyccl::LL16Packet::Words words = ours()->load();
-    const proxyccl::LL16Packet::Payload payload = words.payload();
+    const Ours::Words words = ours()->load();
+    const Ours::Payload payload = words.payload();
     data.x = payload.x;
     data.y = payload.y;
     return !words.carries(flag);
@@ -46,9 +47,7 @@ union alignas(16) LL16Packet {
   PROXYCCL_DEVICE void clear() { proxyccl::storePacket128(reinterpret_cast<uint64_t*>(this), 0, 0); }
 
  private:
-  PROXYCCL_DEVICE const proxyccl::LL16Packet* ours() const {
-    return reinterpret_cast<const proxyccl::LL16Packet*>(this);
-  }
+  PROXYCCL_DEVICE const Ours* ours() const { return reinterpret_cast<const Ours*>(this); }
 };
 
 /// A packet of 8 bytes that carries 4 bytes of data.
@@ -59,14 +58,13 @@ union alignas(8) LL8Packet {
   uint64_t raw_;
 
   using Payload = uint32_t;
+  using Ours = proxyccl::LL8Packet;
 
   LL8Packet() = default;
   PROXYCCL_DEVICE LL8Packet(uint32_t value, uint32_t flag_) : data(value), flag(flag_) {}
 
   /// Stores 4 bytes of data and the flag.
-  PROXYCCL_DEVICE void write(uint32_t value, uint32_t flag_) {
-    reinterpret_cast<proxyccl::LL8Packet*>(this)->write(value, flag_);
-  }
+  PROXYCCL_DEVICE void write(uint32_t value, uint32_t flag_) { reinterpret_cast<Ours*>(this)->write(value, flag_); }
   PROXYCCL_DEVICE bool readOnce(uint32_t flag_, uint32_t& value) const {
     uint64_t seen;
     return !ours()->tryRead(flag_, &value, &seen);
@@ -75,7 +73,7 @@ union alignas(8) LL8Packet {
   PROXYCCL_DEVICE void clear() { proxyccl::storeRelaxedSystem<uint64_t>(reinterpret_cast<uint64_t*>(this), 0); }
 
  private:
-  PROXYCCL_DEVICE const proxyccl::LL8Packet* ours() const { return reinterpret_cast<const proxyccl::LL8Packet*>(this); }
+  PROXYCCL_DEVICE const Ours* ours() const { return reinterpret_cast<const Ours*>(this); }
 };
 
 using LLPacket = LL16Packet;

@@ -4,8 +4,7 @@
 
 #include "proxyccl/narrow_float.h"
 
-// These macros are the include guards of CUDA's headers, which therefore do not define the names again when included
-// later.
+// These macros are the include guards of CUDA's headers, so that a later include does not define the names again.
 #define __CUDA_FP16_H__
 #define __CUDA_BF16_H__
 #define __CUDA_FP8_H__
@@ -27,8 +26,7 @@ PROXYCCL_DEVICE __half __int2half_rn(int x) { return x; }
 PROXYCCL_DEVICE __half __low2half(__half2 x) { return x.x; }
 PROXYCCL_DEVICE __half __high2half(__half2 x) { return x.y; }
 
-// Defines CUDA's conversion functions of a 16-bit type and of pairs of it; `name` is how the functions' names spell the
-// type.
+// Defines CUDA's conversions of a 16-bit type and of pairs of it; `name` is the type's name in the functions' names.
 #define PROXYCCL_CUDA_CONVERSIONS(name, T, T2)                                                \
   PROXYCCL_DEVICE T __float2##name(float x) { return x; }                                     \
   PROXYCCL_DEVICE T __float2##name##_rn(float x) { return x; }                                \

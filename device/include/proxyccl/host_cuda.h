@@ -2,8 +2,7 @@
 // arithmetic, bits, loads with cache hints, printf, assert. Thread indices, barriers, warp functions and atomics are in
 // platform_host.h. docs/coming_from_mscclpp.md lists the built-in functions.
 //
-// Functions that libc also declares are templates, so that a source may include libc's headers before or after this
-// one.
+// Functions that libc also declares are templates, so that libc's headers may be included before or after this one.
 #pragma once
 
 #include "proxyccl/wait.h"
@@ -87,8 +86,7 @@ PROXYCCL_DEVICE constexpr T abs(T a) {
   return a < T(0) ? -a : a > T(0) ? a : a * a;  // -0 gives 0, and a NaN stays a NaN
 }
 
-// The empty parameter packs make overload resolution prefer the overloads of libc++ or libstdc++, if a source makes
-// these visible.
+// The empty parameter packs make overload resolution prefer the overloads of the C++ library, if these are visible.
 #define PROXYCCL_OF_ONE(name)                                       \
   template <class T>                                                \
   PROXYCCL_DEVICE float name##f(T x) {                              \

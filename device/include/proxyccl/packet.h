@@ -9,8 +9,7 @@
 
 namespace proxyccl {
 
-// A packet of 16 bytes that carries 8 bytes of data. Each 8-byte half has its own flag, so a store that is torn in
-// halves is harmless.
+// A packet of 16 bytes with 8 bytes of data. Each half has its own flag, so a store that is torn in halves is harmless.
 struct alignas(16) LL16Packet {
   uint32_t data1, flag1, data2, flag2;
 
@@ -32,8 +31,7 @@ struct alignas(16) LL16Packet {
     return words.carries(flag);
   }
 
-  // Loads a packet's bits without checking its flags, so that a thread can load several packets before it waits for the
-  // first.
+  // Loads a packet without checking its flags, so that a thread can load several packets before it waits for one.
   struct Words {
     uint64_t low, high;
 

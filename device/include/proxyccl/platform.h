@@ -42,6 +42,23 @@ __device__ __attribute__((weak)) ProxycclControl* proxyccl_default_control = nul
 
 namespace proxyccl {
 
+#if !defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+template <class T>
+PROXYCCL_DEVICE T* inGlobal(T* p) {
+  return p;
+}
+PROXYCCL_DEVICE void store128(void* p, uint64_t low, uint64_t high) {
+  struct alignas(16) Words {
+    uint64_t low, high;
+  };
+  *static_cast<Words*>(p) = {low, high};
+}
+PROXYCCL_DEVICE void prefetch(const void* p) { __builtin_prefetch(p); }
+// An AMD GPU stores an aligned dwordx4 whole. The host makes two accesses of 8 bytes, because neither C++ nor the
+// sanitizers have a lock-free access of 16.
+PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) { storePacket128(p, low, high); }
+PROXYCCL_DEVICE void loadRelaxed128(const uint64_t* p, uint64_t* low, uint64_t* high) { loadPacket128(p, low, high); }
+#endif
 #if !PROXYCCL_ON_HOST
 PROXYCCL_DEVICE ProxycclControl* defaultControl() { return proxyccl_default_control; }
 PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) { return static_cast<uint32_t>(__popcll(bits)); }

@@ -82,8 +82,7 @@ PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
 PROXYCCL_DEVICE void syncThreadsDevice() { __syncthreads(); }
 #if __CUDA_ARCH__ >= 900
 #define PROXYCCL_HAS_CLUSTERS 1
-// Stores a number in the shared memory of another block of the cluster, at the offset of `p` in this block's shared
-// memory.
+// Stores a number in the shared memory of another block of the cluster, at the offset of `p` in this block's.
 PROXYCCL_DEVICE void storeInCluster(float* p, uint32_t block, float value) {
   const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(p));
   uint32_t there;

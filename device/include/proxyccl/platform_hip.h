@@ -26,8 +26,7 @@
    __hip_atomic_compare_exchange_strong(p, expected, desired, __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE, \
                                         PROXYCCL_HIP_SCOPE_##SCOPE))
 
-// Split a memory order into two parts: a release, made by a fence before the access, and the remaining order of the
-// access itself.
+// Split a memory order into a release, made by a fence before the access, and the access's own remaining order.
 #define PROXYCCL_HIP_RELEASE_RELAXED(SCOPE) static_cast<void>(0)
 #define PROXYCCL_HIP_RELEASE_RELEASE(SCOPE) ::proxyccl::hip::release##SCOPE()
 #define PROXYCCL_HIP_RELEASE_ACQ_REL(SCOPE) ::proxyccl::hip::release##SCOPE()
@@ -54,10 +53,6 @@ PROXYCCL_DEVICE void releaseDEVICE() {
 
 }  // namespace hip
 
-template <class T>
-PROXYCCL_DEVICE T* inGlobal(T* p) {
-  return p;
-}
 PROXYCCL_DEVICE void spinHint(uint32_t) { __builtin_amdgcn_s_sleep(1); }
 // The constant-rate counter runs at 100 MHz on all CDNA GPUs.
 PROXYCCL_DEVICE uint64_t nanoseconds() { return __builtin_amdgcn_s_memrealtime() * 10; }
@@ -69,13 +64,6 @@ PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
 }
 PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) { return __ballot(predicate); }
 PROXYCCL_DEVICE void syncWarp() { __builtin_amdgcn_wave_barrier(); }
-PROXYCCL_DEVICE void store128(void* p, uint64_t low, uint64_t high) {
-  struct alignas(16) Words {
-    uint64_t low, high;
-  };
-  *static_cast<Words*>(p) = {low, high};
-}
-PROXYCCL_DEVICE void prefetch(const void* p) { __builtin_prefetch(p); }
 PROXYCCL_DEVICE void fenceSystem() {
   hip::releaseSYSTEM();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "");
@@ -118,9 +106,6 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
   *low = pair.x;
   *high = pair.y;
 }
-// storePacket128() also serves as storeRelaxed128(), because the hardware stores an aligned dwordx4 whole.
-PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) { storePacket128(p, low, high); }
-PROXYCCL_DEVICE void loadRelaxed128(const uint64_t* p, uint64_t* low, uint64_t* high) { loadPacket128(p, low, high); }
 
 // storeTrigger() stores word 0 by a relaxed store and word 1 by a release. This fence orders the store of word 0 after
 // the load that found room in the ring.

@@ -32,8 +32,7 @@ struct ProxycclControl;
 // One OS thread runs one block at a time, so its thread-local memory is the block's shared memory.
 #define __shared__ static thread_local
 
-namespace proxyccl {
-namespace host {
+namespace proxyccl::host {
 
 constexpr uint64_t kStackBytes = 128 * 1024;  // size and alignment of a fiber's stack; only touched pages take memory
 constexpr uint64_t kFiberSlot = 256;          // bytes for the Fiber at the stack's top
@@ -100,23 +99,18 @@ void callKernel(void (*kernel)(Args...), void** args) {
   call(kernel, args, typename IndicesBelow<sizeof...(Args)>::Type{});
 }
 
-inline void maxRelaxed(uint64_t* p, uint64_t v) {
-  uint64_t before = __atomic_load_n(p, __ATOMIC_RELAXED);
-  while (before < v && !__atomic_compare_exchange_n(p, &before, v, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
-}
-
-}  // namespace host
-}  // namespace proxyccl
+}  // namespace proxyccl::host
 
 #define threadIdx (::proxyccl::host::self()->thread_idx)
 #define blockIdx (::proxyccl::host::self()->block_idx)
 #define blockDim (::proxyccl::host::self()->block_dim)
 #define gridDim (::proxyccl::host::self()->grid_dim)
+PROXYCCL_DEVICE void __syncthreads() { ::proxyccl::host::self()->api->sync_block(::proxyccl::host::self()); }
 
 #define PROXYCCL_LOAD(p, ORDER, SCOPE) __atomic_load_n(p, __ATOMIC_##ORDER)
 #define PROXYCCL_STORE(p, v, ORDER, SCOPE) __atomic_store_n(p, v, __ATOMIC_##ORDER)
 #define PROXYCCL_ADD(p, v, ORDER, SCOPE) PROXYCCL_FETCH_ADD(p, v, ORDER, SCOPE)
-#define PROXYCCL_MAX(p, v) ::proxyccl::host::maxRelaxed(p, v)
+#define PROXYCCL_MAX(p, v) ::atomicMax(p, v)
 #define PROXYCCL_FETCH_ADD(p, v, ORDER, SCOPE) __atomic_fetch_add(p, v, __ATOMIC_##ORDER)
 #define PROXYCCL_EXCHANGE(p, v, ORDER, SCOPE) __atomic_exchange_n(p, v, __ATOMIC_##ORDER)
 #define PROXYCCL_COMPARE_EXCHANGE(p, expected, desired, SCOPE) \
@@ -124,10 +118,6 @@ inline void maxRelaxed(uint64_t* p, uint64_t v) {
 
 namespace proxyccl {
 
-template <class T>
-PROXYCCL_DEVICE T* inGlobal(T* p) {
-  return p;
-}
 PROXYCCL_DEVICE ProxycclControl* defaultControl() { return host::self()->default_control; }
 PROXYCCL_DEVICE void spinHint(uint32_t spins) { host::self()->api->spin(host::self(), spins); }
 PROXYCCL_DEVICE uint64_t nanoseconds() { return host::self()->api->nanoseconds(); }
@@ -144,14 +134,9 @@ PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) {
 }
 PROXYCCL_DEVICE void syncWarp() { ballotWarp(false); }
 PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) { return static_cast<uint32_t>(__builtin_popcountll(bits)); }
-PROXYCCL_DEVICE void store128(void* p, uint64_t low, uint64_t high) {
-  struct alignas(16) Words {
-    uint64_t low, high;
-  };
-  *static_cast<Words*>(p) = {low, high};
-}
-PROXYCCL_DEVICE void prefetch(const void* p) { __builtin_prefetch(p); }
 PROXYCCL_DEVICE void fenceSystem() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
+PROXYCCL_DEVICE void syncThreadsDevice() { __syncthreads(); }
 PROXYCCL_DEVICE void* dynamicShared() { return host::self()->dynamic_shared; }
 
 // storeTrigger() stores word 0 by a relaxed store, then word 1, with the parity bit, by a release that publishes both
@@ -171,10 +156,6 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
   *low = __atomic_load_n(p, __ATOMIC_RELAXED);
   *high = __atomic_load_n(p + 1, __ATOMIC_RELAXED);
 }
-
-// These functions make two accesses of 8 bytes, because neither C++ nor the sanitizers have a lock-free access of 16.
-PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) { storePacket128(p, low, high); }
-PROXYCCL_DEVICE void loadRelaxed128(const uint64_t* p, uint64_t* low, uint64_t* high) { loadPacket128(p, low, high); }
 
 // Conversions to and from halves use integer arithmetic, because not every C++ compiler has a 16-bit float.
 PROXYCCL_DEVICE float halfToFloat(uint16_t bits) {
@@ -205,20 +186,13 @@ PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
 }  // namespace proxyccl
 
 // CUDA's names, so that a kernel written for a GPU compiles unchanged.
-PROXYCCL_DEVICE void __syncthreads() { ::proxyccl::host::self()->api->sync_block(::proxyccl::host::self()); }
-namespace proxyccl {
-PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
-PROXYCCL_DEVICE void syncThreadsDevice() { __syncthreads(); }
-}  // namespace proxyccl
 PROXYCCL_DEVICE void __threadfence() { ::proxyccl::fenceSystem(); }
 PROXYCCL_DEVICE void __threadfence_system() { ::proxyccl::fenceSystem(); }
 PROXYCCL_DEVICE void __threadfence_block() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
-PROXYCCL_DEVICE void __syncwarp(uint32_t mask = 0xffffffffu) {
-  ::proxyccl::host::self()->api->ballot(::proxyccl::host::self(), mask, 0);
-}
 PROXYCCL_DEVICE uint32_t __ballot_sync(uint32_t mask, int predicate) {
   return ::proxyccl::host::self()->api->ballot(::proxyccl::host::self(), mask, predicate != 0);
 }
+PROXYCCL_DEVICE void __syncwarp(uint32_t mask = 0xffffffffu) { __ballot_sync(mask, 0); }
 PROXYCCL_DEVICE int __any_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 PROXYCCL_DEVICE int __all_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
 template <class T>
@@ -241,19 +215,8 @@ PROXYCCL_DEVICE T __shfl_up_sync(uint32_t mask, T value, uint32_t delta) {
   const uint32_t lane = ::proxyccl::host::self()->lane;
   return __shfl_sync(mask, value, static_cast<int>(lane >= delta ? lane - delta : lane));
 }
-namespace proxyccl {
-namespace host {
-// Names T in a non-deduced context, so that atomicAdd(&counter, 1) converts the 1 to T.
 template <class T>
-struct SameType {
-  using Type = T;
-};
-template <class T>
-using Same = typename SameType<T>::Type;
-}  // namespace host
-}  // namespace proxyccl
-template <class T>
-PROXYCCL_DEVICE T atomicAdd(T* p, ::proxyccl::host::Same<T> v) {
+PROXYCCL_DEVICE T atomicAdd(T* p, ::proxyccl::Same<T> v) {
   if constexpr (T(1) / T(2) == T(0)) {
     return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
   } else {  // floating-point atomics have no fetch_add before C++20
@@ -265,18 +228,18 @@ PROXYCCL_DEVICE T atomicAdd(T* p, ::proxyccl::host::Same<T> v) {
   }
 }
 template <class T>
-PROXYCCL_DEVICE T atomicAdd_system(T* p, ::proxyccl::host::Same<T> v) {
+PROXYCCL_DEVICE T atomicAdd_system(T* p, ::proxyccl::Same<T> v) {
   return atomicAdd(p, v);
 }
 template <class T>
-PROXYCCL_DEVICE T atomicCAS(T* p, ::proxyccl::host::Same<T> expected, ::proxyccl::host::Same<T> desired) {
+PROXYCCL_DEVICE T atomicCAS(T* p, ::proxyccl::Same<T> expected, ::proxyccl::Same<T> desired) {
   __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
-#define PROXYCCL_ATOMIC(name, built_in)                               \
-  template <class T>                                                  \
-  PROXYCCL_DEVICE T atomic##name(T* p, ::proxyccl::host::Same<T> v) { \
-    return __atomic_##built_in(p, v, __ATOMIC_RELAXED);               \
+#define PROXYCCL_ATOMIC(name, built_in)                         \
+  template <class T>                                            \
+  PROXYCCL_DEVICE T atomic##name(T* p, ::proxyccl::Same<T> v) { \
+    return __atomic_##built_in(p, v, __ATOMIC_RELAXED);         \
   }
 PROXYCCL_ATOMIC(Exch, exchange_n)
 PROXYCCL_ATOMIC(Or, fetch_or)
@@ -284,15 +247,13 @@ PROXYCCL_ATOMIC(And, fetch_and)
 PROXYCCL_ATOMIC(Xor, fetch_xor)
 PROXYCCL_ATOMIC(Sub, fetch_sub)
 #undef PROXYCCL_ATOMIC
-template <class T>
-PROXYCCL_DEVICE T atomicMax(T* p, ::proxyccl::host::Same<T> v) {
-  T seen = __atomic_load_n(p, __ATOMIC_RELAXED);
-  while (seen < v && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
-  return seen;
-}
-template <class T>
-PROXYCCL_DEVICE T atomicMin(T* p, ::proxyccl::host::Same<T> v) {
-  T seen = __atomic_load_n(p, __ATOMIC_RELAXED);
-  while (v < seen && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
-  return seen;
-}
+#define PROXYCCL_ATOMIC(name, replaces)                                                                               \
+  template <class T>                                                                                                  \
+  PROXYCCL_DEVICE T atomic##name(T* p, ::proxyccl::Same<T> v) {                                                       \
+    T seen = __atomic_load_n(p, __ATOMIC_RELAXED);                                                                    \
+    while (v replaces seen && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {} \
+    return seen;                                                                                                      \
+  }
+PROXYCCL_ATOMIC(Max, >)
+PROXYCCL_ATOMIC(Min, <)
+#undef PROXYCCL_ATOMIC

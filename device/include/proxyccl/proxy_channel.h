@@ -129,8 +129,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     Fifo{fifo}.push(makeValueTrigger(PROXYCCL_OP_SIGNAL, channel, 0, 0, value, 8), control);
   }
 
-  /// Does put() and signal() as one operation, which is cheaper than two. The parameters and the result are those of
-  /// put().
+  /// Does put() and signal() as one operation, which is cheaper than two. See put() for the parameters and the result.
   PROXYCCL_DEVICE uint64_t putWithSignal(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     return push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dst_memory, dstOffset, src_memory, srcOffset, size);
   }
@@ -144,8 +143,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dstMemory, dstOffset, srcMemory, srcOffset, size);
   }
 
-  /// Does put(), signal() and flush() as one operation. The parameters are those of put(), and the result is that of
-  /// flush().
+  /// Does put(), signal() and flush() as one operation, with the parameters of put() and the result of flush().
   PROXYCCL_DEVICE bool putWithSignalAndFlush(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     return waitFlushed(push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL | PROXYCCL_OP_FLUSH, dst_memory, dstOffset,
                             src_memory, srcOffset, size));
@@ -173,15 +171,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// Waits for the flush with this ticket.
   /// @param ticket  from flushAsync(); for kNoTicket it returns false immediately
   /// @return see flush()
-  PROXYCCL_DEVICE bool waitFlushed(uint64_t ticket) const {
-    // `flushed` holds a ticket, not a count, because two threads that flush the same channel may push in either order.
-    // When a flush is complete, all flushes with lower tickets are complete as well. The load pairs with the
-    // transport's write of `flushed`, which follows the channel's data.
-    if (ticket == kNoTicket) return false;
-    const WaitFor what = {PROXYCCL_WAIT_FLUSH, peer, channel, ticket + 1};
-    return proxyccl::waitUntil(control, what,
-                               [&](uint64_t* seen) { return (*seen = loadAcquireSystem(flushed)) > ticket; });
-  }
+  PROXYCCL_DEVICE bool waitFlushed(uint64_t ticket) const { return waitPast(ticket, flushed, PROXYCCL_WAIT_FLUSH); }
 
   /// Returns whether the operation with this ticket and all earlier ones on the channel are complete, in the sense of
   /// flush(). Like poll(), it never waits. Over a fabric, a flush lets isComplete() return true sooner.
@@ -194,10 +184,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// @param ticket  from any call on this channel that returns one; for kNoTicket it returns false immediately
   /// @return see flush()
   PROXYCCL_DEVICE bool waitComplete(uint64_t ticket) const {
-    if (ticket == kNoTicket) return false;
-    const WaitFor what = {PROXYCCL_WAIT_COMPLETION, peer, channel, ticket + 1};
-    return proxyccl::waitUntil(control, what,
-                               [&](uint64_t* seen) { return (*seen = loadAcquireSystem(completed)) > ticket; });
+    return waitPast(ticket, completed, PROXYCCL_WAIT_COMPLETION);
   }
 
   /// Sends three numbers of the program's choice to the channel's Python handler.
@@ -235,6 +222,15 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
  private:
   PROXYCCL_DEVICE SharedSemaphore semaphoreHandle() const { return {semaphore}; }
 
+  // `word` holds a ticket, not a count, because two threads that flush the same channel may push in either order. When
+  // an operation is complete, all operations with lower tickets are complete as well. The load pairs with the
+  // transport's write of `word`, which follows the channel's data.
+  PROXYCCL_DEVICE bool waitPast(uint64_t ticket, const uint64_t* word, uint32_t kind) const {
+    if (ticket == kNoTicket) return false;
+    return proxyccl::waitUntil(control, {kind, peer, channel, ticket + 1},
+                               [&](uint64_t* seen) { return (*seen = loadAcquireSystem(word)) > ticket; });
+  }
+
   // Checks that a range lies in its memory. The engine can't check this, because an offset beyond the memory's last
   // window would address the ids of another memory. The limit in host memory is read only for a range that leaves the
   // first window.
@@ -265,8 +261,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return Fifo{fifo}.push(makeValueTrigger(op, channel, dst_memory, dstOffset, carried, sizeof(T)), control);
   }
 
-  // Pushes an operation, as several triggers if it moves more than PROXYCCL_MAX_TRIGGER_BYTES, and returns the last
-  // trigger's ticket.
+  // Pushes an operation, in triggers of at most PROXYCCL_MAX_TRIGGER_BYTES, and returns the last trigger's ticket.
   PROXYCCL_DEVICE uint64_t push(uint32_t op, uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory,
                                 uint64_t srcOffset, uint64_t size) const {
     if (op & PROXYCCL_OP_DATA) {

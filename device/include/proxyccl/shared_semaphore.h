@@ -81,8 +81,7 @@ struct SharedSemaphore : ProxycclSemaphore {
     return false;
   }
 
-  /// Reserves the first signal that no thread waits for, and returns its number, counted from 1. The caller must wait
-  /// for this signal.
+  /// Reserves the first signal that no thread waits for, and returns its number, from 1. The caller must wait for it.
   PROXYCCL_DEVICE uint64_t takeNext() const { return fetchAddRelaxedDevice<uint64_t>(expected, 1) + 1; }
 
  private:

@@ -25,3 +25,15 @@ typedef unsigned long long uintptr_t;
 typedef unsigned long uintptr_t;
 #endif
 typedef unsigned long size_t;
+
+#ifdef __cplusplus
+namespace proxyccl {
+template <class T>
+struct SameType {
+  using Type = T;
+};
+// Names T in a non-deduced context, so that atomicAdd(&counter, 1) converts the 1 to T.
+template <class T>
+using Same = typename SameType<T>::Type;
+}  // namespace proxyccl
+#endif

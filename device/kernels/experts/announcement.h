@@ -8,8 +8,7 @@
 // 2 overwrites announcement n. No flag is needed to protect announcement n: rank x makes announcement n + 2 after it
 // has ended dispatch n + 1, for which it needed every rank y's announcement n + 1, which y made after it had ended
 // dispatch n.
-#ifndef PROXYCCL_EXPERT_ANNOUNCEMENT_H
-#define PROXYCCL_EXPERT_ANNOUNCEMENT_H
+#pragma once
 
 #include "experts/choices.h"
 
@@ -137,5 +136,3 @@ class Announcement {
 };
 
 }  // namespace proxyccl
-
-#endif

@@ -1,6 +1,5 @@
 // Announcements that carry expert ids, four per packet.
-#ifndef PROXYCCL_EXPERT_ANNOUNCEMENT_IDS_H
-#define PROXYCCL_EXPERT_ANNOUNCEMENT_IDS_H
+#pragma once
 
 #include "experts/announcement.h"
 
@@ -77,5 +76,3 @@ class IdAnnouncement : public Announcement {
 };
 
 }  // namespace proxyccl
-
-#endif

@@ -4,8 +4,7 @@
 // A rank's choices begin with one packet for each block that announces. The packet holds the number of the first slot
 // in the block's share whose id is out of range, or ~0 if there is none. The masks follow these packets: for each rank,
 // one packet per 64 tokens.
-#ifndef PROXYCCL_EXPERT_ANNOUNCEMENT_MASKS_H
-#define PROXYCCL_EXPERT_ANNOUNCEMENT_MASKS_H
+#pragma once
 
 #include "experts/announcement.h"
 
@@ -299,5 +298,3 @@ class MaskAnnouncement : public Announcement {
 };
 
 }  // namespace proxyccl
-
-#endif

@@ -1,7 +1,5 @@
-// The choice of each slot of the caller's tokens, as a dispatch counts it: an expert's id or, if tokens have one row
-// per rank, a rank.
-#ifndef PROXYCCL_EXPERT_CHOICES_H
-#define PROXYCCL_EXPERT_CHOICES_H
+// The choice of each slot of the caller's tokens, as dispatches count it: an expert or, with one row per rank, a rank.
+#pragma once
 
 #include "experts/expert_team.h"
 
@@ -74,8 +72,7 @@ class Choices {
     return found;
   }
 
-  // Returns whether a value of weight_bytes bytes is sent with each slot: the slot's weight or, if byRank(), its
-  // ProxycclExpertChoice.
+  // Returns whether each slot is sent with weight_bytes bytes: its weight or, if byRank(), its ProxycclExpertChoice.
   PROXYCCL_DEVICE bool areCarried() const { return byRank() || call_.weights != nullptr; }
   PROXYCCL_DEVICE uint64_t carried(uint32_t slot) const {
     if (!byRank()) return loadRaw(call_.weights + static_cast<uint64_t>(slot) * e_.weight_bytes, e_.weight_bytes);
@@ -161,5 +158,3 @@ class Choices {
 };
 
 }  // namespace proxyccl
-
-#endif

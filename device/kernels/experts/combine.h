@@ -14,8 +14,7 @@
 // If ranks have output buffers, rows in such a buffer are not sent: the token's rank loads them from the buffer. Each
 // rank announces with a flag in which buffer its rows are, and ends the combine only when the other ranks have loaded
 // them.
-#ifndef PROXYCCL_EXPERT_COMBINE_H
-#define PROXYCCL_EXPERT_COMBINE_H
+#pragma once
 
 #include "experts/expert_team.h"
 
@@ -235,8 +234,7 @@ class Combine {
     syncThreadsSystem();
     if (threadIdx.x < team_->local_size) team_.raise(threadIdx.x, team_.returned(team_->local_rank, block_), number_);
   }
-  // Called by the block: waits until all ranks of the node have sent their rows, or announced that their rows can be
-  // loaded.
+  // Called by the block: waits until all ranks of the node have sent their rows, or announced them as loadable.
   PROXYCCL_DEVICE void awaitSenders() const {
     if (threadIdx.x < team_->local_size) {
       const uint32_t l = threadIdx.x, rank = team_.nearRank(l);
@@ -396,8 +394,7 @@ class Combine {
     const Segment& segment = team_.segmentOf(source);
     const uint32_t i = segment.tokenOf(item);
     const int32_t* rows = rowsOfToken(source, segment.begin + i);
-    // If a token's rows did not fit in the output, their sum is zero. The sum is sent nevertheless, because the
-    // receiver waits for it.
+    // A token whose rows did not fit in the output has the sum zero, which is sent because the receiver waits for it.
     if (!group.any(topk_, [&](uint32_t k) { return rows[k] != PROXYCCL_NO_ROW; })) return nullptr;
     group.list(topk_, [&](uint32_t k, RowEntry* entry) {
       if constexpr (kSignalled) awaitRow(rows[k]);
@@ -433,8 +430,7 @@ class Combine {
     return true;
   }
 
-  // Called by one thread in the send stage: waits until a row of this rank's experts is complete. Does not wait for a
-  // row that does not exist.
+  // Called by one thread in the send stage: waits until a row of this rank's experts is complete, if the row exists.
   PROXYCCL_DEVICE void awaitRow(int32_t number) const {
     if (number < 0) return;
     const uint32_t row = static_cast<uint32_t>(number);
@@ -492,8 +488,7 @@ class Combine {
         if (call_.slot_weights != nullptr) entry->weight *= call_.slot_weights[token * topk_ + k];
         return true;
       });
-      // If a token has one row per rank, entries are ordered by rank; an entry's number is the rank's number in the
-      // node.
+      // If a token has one row per rank, entries are ordered by rank, and numbered by the rank's number in the node.
       if (team_->chosen_per_rank != 0 && call_.order_ids == nullptr) group.orderByNumber(begun);
     }
     return target;
@@ -550,8 +545,7 @@ class Combine {
     return call_.output + token * row_bytes_;
   }
 
-  // Called by one thread: finds the sum that a rank of the node has made of a token's rows. Returns false if the rank
-  // has no row of the token.
+  // Called by one thread: finds a rank's sum of a token's rows. Returns false if the rank has no row of the token.
   PROXYCCL_DEVICE bool findSum(const int32_t* ids, uint32_t i, uint32_t local, RowEntry* entry) const {
     const uint32_t rank = team_.nearRank(local);
     bool chosen = false;
@@ -621,5 +615,3 @@ PROXYCCL_DEVICE void combine_signalled(const ProxycclExperts& experts, const Pro
 }
 
 }  // namespace proxyccl
-
-#endif

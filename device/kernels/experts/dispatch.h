@@ -5,8 +5,7 @@
 // A rank counts its own slots by expert, segment by segment, and sends the counts to all ranks. From the counts of all
 // ranks each rank computes the row of every slot whose expert it has, while rows are already in flight. If tokens are
 // few, ranks send their choices instead of counts (experts/announcement.h), and every rank counts all choices.
-#ifndef PROXYCCL_EXPERT_DISPATCH_H
-#define PROXYCCL_EXPERT_DISPATCH_H
+#pragma once
 
 #include "experts/dispatch_counts.h"
 #include "experts/dispatch_ids.h"
@@ -94,5 +93,3 @@ PROXYCCL_DEVICE void dispatch_masks_store(const ProxycclExperts& experts, const 
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -5,8 +5,7 @@
 // experts/dispatch_send.h and experts/dispatch_receive.h or, to output buffers, in experts/dispatch_store.h. In this
 // file, "by masks" and "by ids" mean a dispatch whose ranks announce masks or ids (experts/announcement.h), and "by
 // counts" one whose ranks send counts.
-#ifndef PROXYCCL_EXPERT_DISPATCH_BLOCK_H
-#define PROXYCCL_EXPERT_DISPATCH_BLOCK_H
+#pragma once
 
 #include "experts/announcement_ids.h"
 #include "experts/announcement_masks.h"
@@ -162,12 +161,10 @@ class Dispatch {
     for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
       team_.raise(l, team_.sent(team_->rank, segment_), flagValue(number_, kAllItems));
   }
-  // Called by every group when its other work is done: receives items that no other group has taken, until none is
-  // left.
+  // Called by every group whose other work is done: receives items that no other group has taken, until none is left.
   PROXYCCL_DEVICE void receive(const Group& group, uint32_t* next_item, const Gathered& gathered) const;
 
-  // Called by every block if there is one node and tokens have one row per rank: writes the layout's entries of all
-  // tokens.
+  // Called by every block of a single node if tokens have one row per rank: writes all tokens' entries of the layout.
   PROXYCCL_DEVICE void describeSlots() const {
     if constexpr (kMasks) {
       describeMasked(blockIdx.x * blockDim.x + threadIdx.x, team_->blocks * blockDim.x);
@@ -196,8 +193,7 @@ class Dispatch {
   PROXYCCL_DEVICE bool storesCounted() const {
     return !kAnnounced && storesRows() && call_.phases & PROXYCCL_EXPERT_SEND && movesRows();
   }
-  // Called by the block after it has announced masks (storeMaskedRows) or sent counts (storeCountedRows): does the rest
-  // of the dispatch.
+  // Called by the block after its announcement of masks (storeMaskedRows) or counts (storeCountedRows): does the rest.
   PROXYCCL_DEVICE void storeMaskedRows(const Group& group, uint32_t* next_item) const {
     if constexpr (kSharedMasks) {
       storeManyRows(group);
@@ -225,8 +221,7 @@ class Dispatch {
   PROXYCCL_DEVICE void giveUp() const {
     if (threadIdx.x == 0) storeRelaxedDevice<uint32_t>(&team_->counters->has_failed, 1);
   }
-  // Called by one thread of each block of a call's last kernel, after all threads of the block have read the counters:
-  // counts the call.
+  // Called by one thread of each block of a call's last kernel, after the block has read the counters: counts the call.
   PROXYCCL_DEVICE void countCall() const {
     if (advance(*team_, &team_->counters->dispatches) && !call_.redispatch)
       storeRelaxedDevice<uint64_t>(&team_->counters->routings, team_->counters->routings + 1);
@@ -284,8 +279,7 @@ class Dispatch {
     for (uint32_t rank = threadIdx.x; rank < team_->world_size; rank += blockDim.x)
       outgoing()[rank] = {0, rank == team_->rank ? call_.output_buffer : 0};
   }
-  // Called by the block after clearOutgoing(): computes the first row that each segment of this rank's tokens has on
-  // each rank.
+  // Called by the block after clearOutgoing(): computes the first row of each of this rank's segments on each rank.
   PROXYCCL_DEVICE void placeOutgoing() const;
   // Computes the first row that each segment of each source has on this rank. Returns the number of this rank's rows.
   PROXYCCL_DEVICE uint32_t placeIncoming() const;
@@ -317,8 +311,7 @@ class Dispatch {
   // stores over a busy link.
   PROXYCCL_DEVICE void storeFewRows(const Group& group, uint32_t* next_item) const;
   PROXYCCL_DEVICE void storeManyRows(const Group& group) const;
-  // Returns the number of blocks that write the layout's entries in storeFewRows(). The layout has an entry for each
-  // slot of all ranks.
+  // Returns the number of blocks that write the layout's entries, one for each slot of all ranks, in storeFewRows().
   PROXYCCL_DEVICE uint32_t describingBlocks() const {
     const uint32_t wanted = (team_->world_size * team_->max_tokens * topk_ + kSlotsOfBlock - 1) / kSlotsOfBlock;
     const uint32_t most = team_->blocks < 8 ? 1 : team_->blocks / 8;  // so that the other blocks saturate the links
@@ -330,8 +323,7 @@ class Dispatch {
   // slots of all blocks.
   PROXYCCL_DEVICE void describeCounted() const;
   PROXYCCL_DEVICE void describeMasked(uint32_t thread, uint32_t threads) const;
-  // Called by `threads` threads, in a dispatch by masks: writes the layout's entries for the slots of this rank's
-  // tokens.
+  // Called by `threads` threads, in a dispatch by masks: writes the layout's entries of this rank's tokens.
   PROXYCCL_DEVICE void describeSent(uint32_t thread, uint32_t threads) const;
   // A slot of a token: the token's row on this rank, whether the slot is the first that sends the token to this rank,
   // and the slot's expert and weight.
@@ -342,8 +334,7 @@ class Dispatch {
     float weight;
   };
   PROXYCCL_DEVICE void describeSlot(uint32_t source, uint64_t token, uint32_t k, const OwnChoice& own) const;
-  // In a dispatch by counts, returns the argument `own` of describeSlot(). `first` is the segment's first row on this
-  // rank.
+  // Returns describeSlot()'s `own` in a dispatch by counts. `first` is the segment's first row on this rank.
   template <class SlotOf>
   PROXYCCL_DEVICE OwnChoice findOwnChoice(uint32_t k, uint32_t first, uint64_t carried, SlotOf slotOf) const;
   // Called by a group: stores an item (a piece of a token's row, with its scales) to each rank and row that find(i,
@@ -386,8 +377,7 @@ class Dispatch {
   }
   PROXYCCL_DEVICE void listPiece(const Group& group, uint32_t piece) const;
   PROXYCCL_DEVICE void storePiece(const Group& group, uint32_t piece, const Bytes16* words) const;
-  // Returns the number that a row of this rank's tokens has on the rank of its slot's expert. `first` is the segment's
-  // first row on that rank.
+  // Returns the number of a token's row on the rank of its slot's expert. `first` is the segment's first row there.
   PROXYCCL_DEVICE int32_t rowAtRank(const ProxycclExpertSlot& slot, uint32_t first) const {
     return slot.expert == PROXYCCL_NO_EXPERT ? static_cast<int32_t>(PROXYCCL_NO_ROW) : inBuffer(first + slot.position);
   }
@@ -479,8 +469,7 @@ class Dispatch {
   PROXYCCL_DEVICE void findTokenRows(const Group& group, uint32_t source, uint32_t i, bool describe) const;
   // Returns a slot's row on this rank, or PROXYCCL_NO_ROW or PROXYCCL_PAST_END.
   PROXYCCL_DEVICE int32_t rowOf(const ProxycclExpertSlot& slot, uint32_t source, uint64_t token, uint32_t k) const;
-  // Called by a group: copies scales, which are bytes [begin, end) of a sent row, to the scales of each row in the
-  // group's list.
+  // Called by a group: copies scales, bytes [begin, end) of a sent row, to the scales of each row in the group's list.
   PROXYCCL_DEVICE void copyScales(const Group& group, const char* from, uint64_t begin, uint64_t end) const;
   // Returns the index of one of a row's scales if rows are padded and their scales are stored column by column.
   PROXYCCL_DEVICE uint64_t placeInColumn(uint32_t row, uint64_t columns, uint64_t column) const {
@@ -543,8 +532,7 @@ class Dispatch {
     }
   }
 
-  // Returns whether rows are padded. most_rows is the largest number of rows of any expert if rows are padded,
-  // otherwise of any rank.
+  // Returns whether rows are padded. most_rows is then the most rows of any expert, otherwise the most of any rank.
   PROXYCCL_DEVICE bool isPadded() const { return team_->padded_rows != 0; }
   PROXYCCL_DEVICE uint32_t alignedRows(uint32_t rows) const {
     const uint32_t alignment = team_->expert_alignment;
@@ -698,5 +686,3 @@ class Dispatch {
 };
 
 }  // namespace proxyccl
-
-#endif

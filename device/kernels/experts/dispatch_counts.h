@@ -4,8 +4,7 @@
 // source, the number of slots with that expert in the source's earlier segments, and the number of such slots before
 // the slot in its own segment. The expert's first row and the number in earlier segments are sums of counts; the number
 // in the slot's own segment is in the segment's routing.
-#ifndef PROXYCCL_EXPERT_DISPATCH_COUNTS_H
-#define PROXYCCL_EXPERT_DISPATCH_COUNTS_H
+#pragma once
 
 #include "exclusive_scan.h"
 #include "experts/dispatch_block.h"
@@ -360,5 +359,3 @@ PROXYCCL_DEVICE void Dispatch<Mode>::writeTotals(const Group& group, uint32_t ro
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -1,6 +1,5 @@
 // Dispatch by announced ids: every block receives the expert ids of all ranks' slots and counts them itself.
-#ifndef PROXYCCL_EXPERT_DISPATCH_IDS_H
-#define PROXYCCL_EXPERT_DISPATCH_IDS_H
+#pragma once
 
 #include "exclusive_scan.h"
 #include "experts/dispatch_block.h"
@@ -27,8 +26,7 @@ PROXYCCL_DEVICE bool Dispatch<Mode>::awaitIds(Gathered* gathered) const {
     if (expert - own >= per_rank) return;
     const uint32_t i = (expert - own) * ranks + source;
     atomicAdd(&first[i], 1u);
-    // The segment's first token is computed again, because another thread stores it and no barrier has followed that
-    // store.
+    // The segment's first token is computed again: another thread stores it, and no barrier has followed that store.
     if (slot < announced_.tokens(source) * segment_ / team_->segments * topk_) atomicAdd(&before[i], 1u);
   });
   if (call_.scatter != nullptr && rows_before != 0) atomicAdd(&ownRows().first, rows_before);
@@ -96,5 +94,3 @@ PROXYCCL_DEVICE void Dispatch<Mode>::writeIdCounts(const Group& group, uint32_t 
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -1,8 +1,7 @@
 // Dispatch by announced masks, for tokens with one row per rank: from all masks every block knows which tokens go to
 // which rank, and a row's number is the number of tokens before it that go to the same rank. With output buffers, rows
 // are stored as soon as the masks of all ranks have arrived.
-#ifndef PROXYCCL_EXPERT_DISPATCH_MASKS_H
-#define PROXYCCL_EXPERT_DISPATCH_MASKS_H
+#pragma once
 
 #include "experts/dispatch_block.h"
 
@@ -249,5 +248,3 @@ PROXYCCL_DEVICE void Dispatch<Mode>::writeMaskCounts(const Group& group, uint32_
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -1,7 +1,6 @@
 // The receiving part of a dispatch: copies each received row to the rows of its experts on this rank, and writes the
 // numbers of those rows to the layout.
-#ifndef PROXYCCL_EXPERT_DISPATCH_RECEIVE_H
-#define PROXYCCL_EXPERT_DISPATCH_RECEIVE_H
+#pragma once
 
 #include "experts/dispatch_block.h"
 
@@ -293,5 +292,3 @@ PROXYCCL_DEVICE void Dispatch<Mode>::describeChoices(const Group& group, uint32_
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -1,7 +1,6 @@
 // The sending part of a dispatch: writes a token's row once to every rank of this node, and once to every other node,
 // that has one of the token's experts.
-#ifndef PROXYCCL_EXPERT_DISPATCH_SEND_H
-#define PROXYCCL_EXPERT_DISPATCH_SEND_H
+#pragma once
 
 #include "experts/dispatch_block.h"
 
@@ -41,8 +40,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::sendItem(const Group& group, uint32_t part,
   const uint32_t i = segment.tokenOf(item);
   const uint64_t token = segment.begin + i;
   const bool own = at == segment_ && !onlySends();
-  // The destination of a slot's row is a rank of this node, by its number in the node, or another node, by its number
-  // plus kOtherNode.
+  // The destination of a slot's row: a rank of this node, by its number in the node, or another node, plus kOtherNode.
   constexpr int32_t kOtherNode = 1 << 16;
 #pragma unroll 1
   for (uint32_t k = group.lane; k < topk_; k += kGroupLanes) {
@@ -91,5 +89,3 @@ PROXYCCL_DEVICE void Dispatch<Mode>::sendItem(const Group& group, uint32_t part,
 }
 
 }  // namespace proxyccl
-
-#endif

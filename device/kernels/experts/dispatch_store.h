@@ -4,8 +4,7 @@
 // A rank's routing or announcement names the output buffer in which the rank wants the rows. The buffer is named when
 // the rank's stream has reached this dispatch, so earlier work no longer uses it. Rows are converted to float8 on the
 // fly, once for each token.
-#ifndef PROXYCCL_EXPERT_DISPATCH_STORE_H
-#define PROXYCCL_EXPERT_DISPATCH_STORE_H
+#pragma once
 
 #include "exclusive_scan.h"
 #include "experts/dispatch_block.h"
@@ -228,5 +227,3 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const 
 }
 
 }  // namespace proxyccl
-
-#endif

@@ -4,8 +4,7 @@
 // copies faster than many. On every rank, block b handles segment b of every source, so each block has its own flags. A
 // dispatch sends its items in parts; if some blocks only send, each group of these blocks sends one part. Each part has
 // a flag with the number of its items that have arrived.
-#ifndef PROXYCCL_EXPERT_TEAM_H
-#define PROXYCCL_EXPERT_TEAM_H
+#pragma once
 
 #include "experts/experts.h"
 #include "proxyccl/copy.h"
@@ -448,5 +447,3 @@ PROXYCCL_DEVICE void copyToEach(char* const* targets, uint32_t count, uint64_t o
   }                                                                                                    \
   PROXYCCL_EXPORT_KERNEL(name)                                                                         \
   }
-
-#endif

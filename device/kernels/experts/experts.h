@@ -30,8 +30,7 @@
  *
  * channels/expert_parallel/DESIGN.md explains when this memory may be reused.
  */
-#ifndef PROXYCCL_EXPERTS_H
-#define PROXYCCL_EXPERTS_H
+#pragma once
 
 #include "proxyccl/handles.h"
 
@@ -245,5 +244,3 @@ typedef struct ProxycclWeighing {
   const int32_t* received;  /* number of filled rows; null if all rows are filled */
   const int32_t* row_slots; /* [rows]: negative for unfilled rows; or null */
 } ProxycclWeighing;
-
-#endif

@@ -1,6 +1,5 @@
 // Replaces the expert ids of a dispatch by places of the remaining ranks.
-#ifndef PROXYCCL_EXPERT_PLACES_H
-#define PROXYCCL_EXPERT_PLACES_H
+#pragma once
 
 #include "experts/choices.h"
 
@@ -28,5 +27,3 @@ extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
   });
 }
 PROXYCCL_EXPORT_KERNEL(expert_places)
-
-#endif

@@ -1,6 +1,5 @@
 // Converts rows to float8 for a dispatch (scaled_rows.h): a row's elements are followed by its scales.
-#ifndef PROXYCCL_EXPERT_QUANTIZE_H
-#define PROXYCCL_EXPERT_QUANTIZE_H
+#pragma once
 
 #include "scaled_rows.h"
 
@@ -58,5 +57,3 @@ extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
   }
 }
 PROXYCCL_EXPORT_KERNEL(expert_pack)
-
-#endif

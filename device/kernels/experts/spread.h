@@ -1,6 +1,5 @@
 // Arranges one value per row as a matrix, so that a combine of the matrix returns each value to its slot.
-#ifndef PROXYCCL_EXPERT_SPREAD_H
-#define PROXYCCL_EXPERT_SPREAD_H
+#pragma once
 
 #include "experts/choices.h"
 
@@ -17,5 +16,3 @@ extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
           });
 }
 PROXYCCL_EXPORT_KERNEL(expert_spread)
-
-#endif

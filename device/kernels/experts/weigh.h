@@ -1,7 +1,6 @@
 // Does the local work of a backward pass: in one pass, multiplies rows by their weights, computes their scalar products
 // with other rows, and clears rows that no dispatch has filled.
-#ifndef PROXYCCL_EXPERT_WEIGH_H
-#define PROXYCCL_EXPERT_WEIGH_H
+#pragma once
 
 #include "experts/expert_team.h"
 
@@ -103,5 +102,3 @@ PROXYCCL_DEVICE void expert_weigh(const ProxycclExperts&, const ProxycclWeighing
 }
 
 }  // namespace proxyccl
-
-#endif
