@@ -414,7 +414,12 @@ def test_gathers_go_by_proxy_once_peers_proxies_have_the_output() -> None:
 
         turn(beside=False)
         assert comm.collectives.made_by_proxy is None, "nobody needs it"
-        turn(beside=rank == 0)
+
+        def proxies_are_needed() -> bool:
+            turn(beside=rank == 0)
+            return comm.collectives.made_by_proxy is not None
+
+        wait_for(proxies_are_needed, "rank 0 is connected to its proxy")
         turn(beside=True)
         assert not any(found)
         lend(comm, source, target)
