@@ -13,6 +13,8 @@ from proxyccl.channels.collectives.moves import ALL_GATHER, ALL_TO_ALL, BROADCAS
 from proxyccl.channels.collectives.reductions import ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from proxyccl.channels.collectives.request import CTA_POLICIES, CtaPolicy
 from proxyccl.channels.collectives.run import issue, options_of_barrier, preparing
+from proxyccl.channels.collectives.table import REDUCTIONS_OF_STEPS
+from proxyccl.device.process.threads import Thread
 
 CallInC = Callable[[Any, Any, tuple[Any, ...], int], bool]
 """call(x, out, options, stream) makes a call on a stream, named by its handle, without Python. The call returns False,
@@ -35,6 +37,7 @@ class TensorCalls:
         self._collectives = collectives
         self._usual: CtaPolicy | None = "efficiency" if collectives.standing.cta_policy is None else None
         self.call_kept: CallInC = collectives.group.launches.calls.call_kept
+        self._compiling: Thread | None = None  # the thread of `_has_reductions`
 
     def options(
         self, collective: str, op: str | None = None, root: int | None = None, cta_policy: CtaPolicy | None = None
@@ -102,19 +105,31 @@ class TensorCalls:
 
     def _may_go_by_proxy(self, collective: str, output: Callable[[], int], nbytes: int) -> bool:
         """Returns whether a call may go by proxy if the program computes during the call. The result is False while the
-        proxies' process starts, then while a thread connects this rank to its proxy, and if the algorithms' tables were
-        measured or set. A gather goes by proxy only if peers' proxies can access its output, because otherwise all
-        results would be copied, which costs more than the proxy saves.
+        proxies' process starts, then while threads connect this rank to its proxy and compile the kernels of reductions
+        by proxy, and if the algorithms' tables were measured or set. A gather goes by proxy only if peers' proxies can
+        access its output, because otherwise all results would be copied, which costs more than the proxy saves.
         """
         collectives = self._collectives
         if collectives.selector is not collectives.defaults:
             return False
-        if collectives.made_by_proxy is None and not collectives.group.links.connect_early():
-            return False
+        if collectives.made_by_proxy is None:
+            are_ready = self._has_reductions(), collectives.group.links.connect_early()  # starts both threads
+            if not all(are_ready):
+                return False
         if collective == "all_gather":
             lent = collectives.group.lent_memory
             return collectives.made_by_proxy is None or lent.is_received_in(output(), nbytes)
         return collective == "all_reduce"
+
+    def _has_reductions(self) -> bool:
+        """Returns whether the kernels of reductions by proxy are compiled. On the first call, starts a thread that
+        compiles them, which takes a second if they are not in the cache.
+        """
+        if self._compiling is None:
+            compile_kernels = self._collectives.group.runtime.compile_early
+            self._compiling = Thread(compile_kernels, "proxyccl-reductions", REDUCTIONS_OF_STEPS)
+            self._compiling.start()
+        return not self._compiling.is_alive()
 
     def exchange(self, x: Any, out: Any, options: tuple[str, Any, Any]) -> bool:
         """Makes transfers on torch's current stream. Returns False, without any effect, if Python must check the

@@ -21,7 +21,7 @@ from proxyccl.device.errors import (
     raise_in_place_of,
     renumbered,
 )
-from proxyccl.torch.on_gpu import DeviceRuntimes, runtime_name
+from proxyccl.torch.on_gpu import DeviceRuntimes, compile_early, runtime_name
 from proxyccl.torch.store_bootstrap import StoreBootstrap
 from proxyccl.torch.to_self import ToSelf
 
@@ -249,6 +249,7 @@ class Endpoints:
             return splittable.split(members, timeout=seconds, bootstrap=bootstrap, invariant=self.invariant)
         with self.transferring(peer):
             own = self._runtimes.of(device)
+            compile_early(bootstrap.rank, bootstrap.world_size)
             return Communicator(bootstrap, own, timeout=seconds, linger=LINGER_SECONDS, invariant=self.invariant)
 
     def made_of_all(self, device: torch.device) -> Communicator | None:

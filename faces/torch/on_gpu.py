@@ -33,6 +33,7 @@ _streams: list[GpuStream] = []
 memory.
 """
 _idle: dict[torch.device, list[Any]] = {}
+_compiling: list[Thread] = []  # the thread of `compile_early`
 
 
 def runtime_name(device: torch.device) -> str:
@@ -41,11 +42,12 @@ def runtime_name(device: torch.device) -> str:
 
 def compile_early(rank: int, world_size: int) -> None:
     """Starts a thread that compiles kernels that the program will probably need, unless the cache already has them.
-    Compiling a kernel takes a second. If the group has one rank, or if the program has not used a GPU, does nothing.
+    Compiling a kernel takes a second. If the group has one rank, if the program has not used a GPU, or if an earlier
+    call has started the thread, does nothing.
 
     Each rank begins with a different kernel, because ranks of a host wait for each other to compile the same one.
     """
-    if world_size == 1 or not torch.cuda.is_initialized():
+    if world_size == 1 or _compiling or not torch.cuda.is_initialized():
         return
     first = rank * len(KERNELS_OF_STEPS) // world_size
     kernels = (*KERNELS_OF_STEPS[first:], *KERNELS_OF_STEPS[:first])
@@ -58,7 +60,8 @@ def compile_early(rank: int, world_size: int) -> None:
         except ProxyCCLError as error:
             _logger.info("kernels are compiled when calls need them: %s", error)
 
-    Thread(run, "proxyccl-torch-kernels").start()
+    _compiling.append(Thread(run, "proxyccl-torch-kernels"))
+    _compiling[0].start()
 
 
 class DeviceRuntimes:
