@@ -30,7 +30,7 @@ from proxyccl.tools.tables import Column, Table
 ALONE, FUSED, APART = "all_reduce", "all_reduce_rms_norm", "all_reduce, then torch.compile"
 ADDED, FLOAT8 = "all_reduce_rms_norm, no weight", "all_reduce_rms_norm, float8"
 _EPSILON = 1e-6
-_ROWS = (1, 6, 16, 32, 64, 128, 512, 2048)
+_ROWS = (1, 6, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _QUICK_ROWS = (1, 16, 128)
 _NEAR, _NEAR_FLOAT8 = 0.01, 0.07  # allowed relative errors; bfloat16 has 8 significant bits, and float8 has 4
 

@@ -141,29 +141,21 @@ def all_reduce_rms_norm(
     prepare = collectives.preparing.get(all_reduce_rms_norm)
     if prepare is None:
         prepare = collectives.preparing.setdefault(all_reduce_rms_norm, _Preparer(collectives))
-    bias = _as_bias(weight_bias) if weight_bias else 0.0
-    options = tuple(_Options(prepare, algorithm, cta_policy, _as_epsilon(eps), bias, (*inputs,), (*outputs,)))
+    epsilon = _as_float32("eps", eps, 0)
+    bias = _as_float32("weight_bias", weight_bias, -_MOST_NUMBER) if weight_bias else 0.0
+    options = tuple(_Options(prepare, algorithm, cta_policy, epsilon, bias, (*inputs,), (*outputs,)))
     issue(collectives, (*inputs.values(),), (*outputs.values(),), options, stream, names=((*inputs,), (*outputs,)))
     return NormedRows(outputs.get("out"), outputs["residual_out"], outputs.get("scales"))
 
 
-def _as_epsilon(eps: Any) -> float:
+def _as_float32(name: str, given: Any, least: float) -> float:
     try:
-        value = float(eps)
+        value = float(given)
     except (TypeError, ValueError):
         value = math.nan
-    if not 0 <= value <= _MOST_NUMBER:
-        raise ArgumentError("eps", f"must be a number from 0 on that a float32 can hold, not {eps!r}")
-    return value
-
-
-def _as_bias(weight_bias: Any) -> float:
-    try:
-        value = float(weight_bias)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not abs(value) <= _MOST_NUMBER:
-        raise ArgumentError("weight_bias", f"must be a number that a float32 can hold, not {weight_bias!r}")
+    if not least <= value <= _MOST_NUMBER:
+        bound = "" if least < 0 else f"from {least} on "
+        raise ArgumentError(name, f"must be a number {bound}that a float32 can hold, not {given!r}")
     return value
 
 

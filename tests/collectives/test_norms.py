@@ -77,6 +77,20 @@ def test_rows_are_summed_as_by_all_reduce_and_normed(ranks: Ranks, name: str) ->
     ranks.run(body)
 
 
+def test_a_row_may_be_longer_than_the_memory_for_its_packets(ranks: Ranks) -> None:
+    shape = (3, 70_000)
+
+    def body(comm: Communicator) -> None:
+        x, residual, weight = (on_device(comm, each) for each in inputs(comm.rank, shape, "bfloat16"))
+        for algorithm in ("one_shot", "two_shot_packets") if comm.world_size > 1 else ():
+            out, sums, _ = comm.all_reduce_rms_norm(x, residual, weight, EPS, algorithm=algorithm)
+            barrier(comm)
+            assert on_host(sums).tobytes() == summed(comm.world_size, shape, "bfloat16").tobytes(), algorithm
+            require_normed(on_host(out), on_host(sums), on_host(weight))
+
+    ranks.run(body)
+
+
 def test_results_may_take_the_place_of_rows_and_residual(ranks: Ranks) -> None:
     shape = (6, 200)
 

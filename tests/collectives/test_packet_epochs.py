@@ -7,13 +7,15 @@ import pytest
 
 from proxyccl import Communicator
 from proxyccl.device._native import ffi
+from support.cases.reference import numpy_dtype
+from support.device_arrays import on_device, on_host
 from support.devices import runtime_with_blocks, runtime_with_lines
 from support.running import run_ranks
 
 pytestmark = pytest.mark.host_only(reason="writes the kernels' counters, which only the host runtime's CPU can")
 
 ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets")
-IN_LINES = ("one_shot", "two_shot_packets")
+IN_LINES = ROWS = ("one_shot", "two_shot_packets")
 FORMS = {"packets": runtime_with_blocks, "lines": runtime_with_lines}
 # Arrays of LONG or LONGER elements take several epochs, because the slots of both blocks hold only 4096 packets of two
 # int32 (3 * 4096 for two_shot_packets) or, in lines, 2 * 2048 / 8 * 15 units of four int32.
@@ -39,11 +41,16 @@ def test_results_stay_right_when_epochs_wrap(start: int, form: str) -> None:
             epochs[block] = start
         comm.barrier()
         generator = np.random.default_rng(start)
+        weight = on_device(comm, np.ones(64, numpy_dtype("bfloat16")))
         for i in range(24):
             x = generator.integers(0, 1000, int(generator.integers(1, LONG)), dtype=np.int32)
             y = x + comm.rank
             comm.all_reduce(y, algorithm=algorithms[i % len(algorithms)])
             assert np.array_equal(y, 3 * x + 3), f"call {i}"
+            rows = generator.integers(0, 9, (int(generator.integers(1, 20)), 64))
+            given = on_device(comm, (rows + comm.rank).astype(numpy_dtype("bfloat16")))
+            got = comm.all_reduce_rms_norm(given, None, weight, 0.0, algorithm=ROWS[i % len(ROWS)])
+            assert np.array_equal(on_host(got.residual).astype(np.int64), 3 * rows + 3), f"rows {i}"
         return [epochs[block] for block in range(scratch.blocks)]
 
     ends = run_ranks(3, body, make_runtime=FORMS[form])
