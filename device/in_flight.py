@@ -138,14 +138,6 @@ class InFlight:
         Does not wait for graphs, nor for open batches on other threads' own default streams or on streams that the
         program passes as integers, because such streams may have been destroyed.
         """
-        for event in self._latest():
-            event.synchronize()
-
-    def is_done(self) -> bool:
-        """Returns whether all launches are done for which `wait` would wait."""
-        return all(event.query() for event in self._latest())
-
-    def _latest(self) -> list[Event]:
         with self._lock:
             for key, (stream, _) in list(self._open.items()):
                 lives = type(stream) is not int and self._is_reachable(key)
@@ -156,7 +148,8 @@ class InFlight:
                 last = launcher.last_stream
                 if last is not None and not self._runtime.is_capturing(last):
                     events.append(self._event(last))
-        return events
+        for event in events:
+            event.synchronize()
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:

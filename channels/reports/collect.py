@@ -43,7 +43,7 @@ from proxyccl.channels.segment.control import LAST_QUESTION, READBACK_BYTES, Ker
 from proxyccl.channels.segment.error_record import SCHEDULE_WAITS, WAITS, exception_from
 from proxyccl.channels.segment.rendezvous import wait_at_most
 from proxyccl.device._native import lib
-from proxyccl.device.errors import DriverError, ProxyCCLError
+from proxyccl.device.errors import ProxyCCLError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.daemon.client import DaemonClient, Proxy
 from proxyccl.proxy.observe.publications import way_text
@@ -178,8 +178,7 @@ def _asking(group: Group, question: int) -> Iterator[Callable[[], list[KernelWai
     def answers() -> list[KernelWait]:
         found: list[KernelWait] = []
         settled = deadline
-        # Launches that `is_done` does not see, such as graphs, have had the time of the other parts to answer.
-        while time.monotonic() < min(deadline, settled) and _kernels_run(group.runtime):
+        while time.monotonic() < min(deadline, settled):
             now = control.waits(LAST_QUESTION if control.aborted else question)
             if len(now) != len(found):
                 found, settled = now, time.monotonic() + _SETTLED_SECONDS
@@ -191,13 +190,6 @@ def _asking(group: Group, question: int) -> Iterator[Callable[[], list[KernelWai
         yield answers
     finally:
         control.ask(0)
-
-
-def _kernels_run(runtime: Runtime) -> bool:
-    try:
-        return not runtime.in_flight.is_done()
-    except DriverError:  # the context is lost
-        return False
 
 
 def _failure(group: Group) -> Failure | None:

@@ -38,7 +38,7 @@ from proxyccl import (
     rdma_devices,
 )
 from proxyccl.device.environment import OLD_VARIABLES
-from proxyccl.proxy.placement import Place, process_numa_node
+from proxyccl.proxy.placement import NOWHERE, Place, process_numa_node
 from proxyccl.proxy.remote_options import MTUS, RemoteSetup
 from proxyccl.proxy.transports.table import remote_functions
 from proxyccl.proxy.verbs import pyverbs_api, requirements
@@ -798,7 +798,7 @@ def two_rails(stand_in: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(Endpoint, "engine_options", lambda endpoint, signal_rkey: verbs_options(1))
     runtime = rank_runtime(0)
     segment = runtime.allocate_pinned(4096)
-    setup = RemoteSetup(runtime, segment, range(8), process_numa_node(), 0, 1)
+    setup = RemoteSetup(runtime, segment, range(8), NOWHERE, 0, 1)
     context = VerbsContext(setup, RdmaOptions(devices=("rxe0", "rxe2")))
     yield context
     context.close()
