@@ -569,8 +569,7 @@ static ProxycclConnection *rails_create(const void *given, const ProxycclRuntime
       rail->options = *(const ProxycclVerbsOptions *)given_options;
       given_options = &rail->options;
     }
-    rail->wire =
-        proxyccl_connection_create(options->over_fabric ? "fabric" : "verbs", given_options, runtime, refused);
+    rail->wire = proxyccl_connection_create(options->over_fabric ? "fabric" : "verbs", given_options, runtime, refused);
     if (rail->wire == NULL) {
       rails_destroy(&self->queue.base);
       return NULL;
