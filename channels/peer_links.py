@@ -123,8 +123,9 @@ class PeerLinks:
             ResourceError: there is no memory for a thread.
         """
         if self._early is None and self.proxy_is_ready:
-            self._early = Thread(self._connect_all, f"proxyccl-connect-{self._exchange.rank}")
-            self._early.start()
+            thread = Thread(self._connect_all, f"proxyccl-connect-{self._exchange.rank}")
+            thread.start()
+            self._early = thread
         return self._early is not None and not self._early.is_alive()
 
     def _connect_all(self) -> None:

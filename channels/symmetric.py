@@ -396,9 +396,9 @@ class SymmetricMemory:
             return [announced.nbytes for announced in self._announced.values() if announced.lent]
 
     def withdraw_if(self, lost: Callable[[Announced], bool]) -> None:
-        """Withdraws the ranges for which `lost` returns True, among those that this object does not keep allocated."""
+        """Withdraws the ranges for which `lost` returns True."""
         with self._lock:
-            ranges = [announced for announced in self._announced.values() if announced.memory is None]
+            ranges = list(self._announced.values())
         for announced in ranges:
             if lost(announced):
                 self._forget(announced)
@@ -524,7 +524,8 @@ class SymmetricMemory:
             self.let_go_withdrawn()
         if self._pool is not None:
             self._follow_pool(self._pool)
-        self.withdraw_if(lambda range_: not self._is_unchanged(range_))  # a driver can't reuse memory that peers map
+        # A driver can't reuse memory that peers map.
+        self.withdraw_if(lambda range_: range_.memory is None and not self._is_unchanged(range_))
         with self._lock:
             for announced in list(self._unsettled.values()):
                 self._tell_calls(announced)

@@ -14,6 +14,7 @@ from proxyccl.channels.collectives.reductions import ALL_REDUCE, REDUCE, REDUCE_
 from proxyccl.channels.collectives.request import CTA_POLICIES, CtaPolicy
 from proxyccl.channels.collectives.run import issue, options_of_barrier, preparing
 from proxyccl.channels.collectives.table import REDUCTIONS_OF_STEPS
+from proxyccl.device.errors import ResourceError
 from proxyccl.device.process.threads import Thread
 
 CallInC = Callable[[Any, Any, tuple[Any, ...], int], bool]
@@ -113,7 +114,10 @@ class TensorCalls:
         if collectives.selector is not collectives.defaults:
             return False
         if collectives.made_by_proxy is None:
-            are_ready = self._has_reductions(), collectives.group.links.connect_early()  # starts both threads
+            try:
+                are_ready = self._has_reductions(), collectives.group.links.connect_early()  # starts both threads
+            except ResourceError:  # no thread can start now; the peers may make this call
+                return False
             if not all(are_ready):
                 return False
         if collective == "all_gather":
@@ -127,8 +131,9 @@ class TensorCalls:
         """
         if self._compiling is None:
             compile_kernels = self._collectives.group.runtime.compile_early
-            self._compiling = Thread(compile_kernels, "proxyccl-reductions", REDUCTIONS_OF_STEPS)
-            self._compiling.start()
+            thread = Thread(compile_kernels, "proxyccl-reductions", REDUCTIONS_OF_STEPS)
+            thread.start()
+            self._compiling = thread
         return not self._compiling.is_alive()
 
     def exchange(self, x: Any, out: Any, options: tuple[str, Any, Any]) -> bool:

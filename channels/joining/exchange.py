@@ -216,7 +216,11 @@ class Exchange:
     def require_processes(self, purpose: str) -> None:
         """Raises PeerLostError if one of `processes` has ended."""
         for peer, process in self.processes.items():
-            if process.is_ending:
+            try:
+                has_ended = process.is_ending
+            except OSError:  # no descriptor is left to look at the process
+                has_ended = False
+            if has_ended:
                 message = f"{purpose}: the process of rank {peer} has ended"
                 raise PeerLostError(message, rank=self.rank, peer=peer, operation="bootstrap")
 

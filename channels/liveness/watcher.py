@@ -32,6 +32,7 @@ from proxyccl.device.process import forks
 from proxyccl.device.process.threads import Thread
 
 _logger = logging.getLogger("proxyccl")
+_MOST_RINGS = 64  # the most datagrams that one turn of a thread takes; poll() reports the others again
 
 
 class WatchThread:
@@ -65,7 +66,7 @@ class WatchThread:
         try:
             self._socket.bind(_address(self.bell))
             self._thread.start()
-        except ResourceError:
+        except BaseException:
             self._socket.close()
             raise
 
@@ -112,15 +113,16 @@ class WatchThread:
             readable = {fd for fd, _ in self._poll.poll(interval)}
             if self._socket.fileno() in readable:
                 with contextlib.suppress(BlockingIOError):
-                    while True:
+                    for _ in range(_MOST_RINGS):
                         self._socket.recv(1)
 
     def ring(self, bell: int) -> None:
         """Wakes the thread with this bell, which may be in another process. Has no effect if the process has ended, or
         is in another network namespace, where the thread wakes only by itself.
         """
-        # BlockingIOError: the socket's queue is full of unread datagrams, so the thread is about to wake.
-        with contextlib.suppress(ConnectionRefusedError, BlockingIOError):
+        # The socket's queue may be full of unread datagrams, and a security module may forbid them. The thread wakes by
+        # itself too.
+        with contextlib.suppress(OSError):
             self._socket.sendto(b"", _address(bell))
 
     @staticmethod

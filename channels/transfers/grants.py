@@ -81,8 +81,9 @@ class Grant:
     """Blocks of this agent's memory that others may read, or write, until `revoke`. `Agent.grant` makes a grant.
     Closing the agent revokes all its grants, but dropping the `Grant` does not.
 
-    Any thread may call the methods. As a context manager, revokes the grant at the end of the block. A forked child can
-    neither revoke its parent's grant nor end it by leaving such a block.
+    Any thread may call the methods. As a context manager, revokes the grant at the end of the block, and does not wait
+    for transfers under way: if the grant allows writes, reuse its memory only after `revoke` has returned True. A
+    forked child can neither revoke its parent's grant nor end it by leaving such a block.
 
     Attributes:
         encoded: the bytes that peers pass as `grant` to `Agent.read`, `Agent.write` and `Agent.prepare`.

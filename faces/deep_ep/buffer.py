@@ -494,8 +494,11 @@ class Buffer(Connected):
         """See `Connected.grow`. Call this after a dispatch that has excluded the lost ranks."""
         if not self.enable_shrink:
             raise ArgumentError("enable_shrink", "must be True to replace lost ranks")
-        super().grow(communicator)
-        self._masks.lost = ()
+        try:
+            super().grow(communicator)
+        finally:
+            if self.communicator is communicator:
+                self._masks.lost = ()
 
     def _layers_of_the_left(self) -> Layers:
         """Returns the layers. If ranks were lost or masked, all remaining ranks first make a communicator without these

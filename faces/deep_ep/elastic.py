@@ -4,6 +4,7 @@ base classes have its other calls.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -185,10 +186,11 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         super().destroy()
 
     def _close_parts(self) -> None:
-        self._close_pipeline()
-        self._close_sessions()
-        self._close_engram()
-        super()._close_parts()
+        with contextlib.ExitStack() as parts:  # each part is released, even if another raises an error
+            parts.callback(super()._close_parts)
+            parts.callback(self._close_engram)
+            parts.callback(self._close_sessions)
+            parts.callback(self._close_pipeline)
 
     # -- mixtures of experts ---
 

@@ -23,10 +23,10 @@ static uint32_t *count_of(ProxycclLedger *ledger, uint32_t place, uint64_t grant
 }
 
 int proxyccl_ledger_join(ProxycclLedger *ledger, int file) {
-  uint32_t used = __atomic_load_n(&ledger->places, __ATOMIC_RELAXED);
   for (uint32_t place = 0; place < PROXYCCL_LEDGER_PLACES; ++place) {
     struct flock lock = lock_of(F_WRLCK, place);
     if (fcntl(file, F_OFD_SETLK, &lock) == 0) {
+      uint32_t used = __atomic_load_n(&ledger->places, __ATOMIC_ACQUIRE); /* a killed process may have had the lock */
       if (place < used) memset(ledger->active[place], 0, sizeof ledger->active[place]); /* of a killed process */
       while (used <= place &&
              !__atomic_compare_exchange_n(&ledger->places, &used, place + 1, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +14,7 @@ from msgspec import Struct
 from proxyccl.proxy import _engine
 
 ffi, lib = _engine.ffi, _engine.lib
+_logger = logging.getLogger("proxyccl")
 
 
 class Rail(Struct, frozen=True):
@@ -76,25 +79,46 @@ class RailWatch:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        turn = 0
         while not self._stop.wait(self.PERIOD):
-            for each in tuple(self._watched):
-                self._look(each)
+            # Recoveries wait for `stop`, and one attempt to connect may take a second. So all connections are looked at
+            # before the first attempt, and again when attempts have taken one period.
+            free = [each for each in tuple(self._watched) if self._look(each)]
+            until = time.monotonic() + self.PERIOD
+            for _ in free:
+                turn += 1
+                self._reconnect(free[turn % len(free)])
+                if time.monotonic() > until or self._stop.is_set():
+                    break
 
-    def _look(self, each: _Watched) -> None:
+    def _state(self, each: _Watched) -> Any:
         state = ffi.new("ProxycclRailsState *")
         lib.proxyccl_rails_state(each.pointer, state)
+        return state
+
+    def _look(self, each: _Watched) -> bool:
+        """Stops a failed rail's queue pair if the engine asks for it. Returns whether it may be connected again."""
+        state = self._state(each)
         was_down, each.is_down = each.is_down, state.down > 0
         each.stats.rails_up = len(each.rails) - each.is_down
         if not each.is_down:
-            return
+            return False
         failed, other = each.rails[state.down - 1], each.rails[2 - state.down]
+        if state.is_stopping:
+            failed.stop()
         if not was_down:
             each.stats.rail_failures += 1
             reason = self._status_text(state.status)
             text = f"the adapter {failed.adapter} no longer reaches rank {each.peer} ({reason})"
-            warnings.warn(f"{text}; all data goes by {other.adapter}", RuntimeWarning, stacklevel=2)
-        if state.is_stopping:
-            failed.stop()
-        if state.is_free and each.reconnected != state.failures and failed.reconnect(state.failures):
+            text += f"; all data goes by {other.adapter}"
+            try:
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+            except RuntimeWarning:  # the program's filters make errors of warnings
+                _logger.warning(text)
+        return bool(state.is_free) and each.reconnected != state.failures
+
+    def _reconnect(self, each: _Watched) -> None:
+        state = self._state(each)
+        if state.is_free and each.rails[state.down - 1].reconnect(state.failures):
             each.reconnected = state.failures
             lib.proxyccl_rails_reconnected(each.pointer, state.failures)

@@ -69,6 +69,10 @@ _COMPLETIONS = (
 """The names and meanings of infiniband/verbs.h's ibv_wc_status values, by value."""
 
 
+_PEER_SECONDS = 30
+"""Time in seconds for the peer's part of a recovery: its answer follows the data that it has posted before, and its
+proxy may be paused or run a handler.
+"""
 NEEDS = "libibverbs' headers (Debian, Ubuntu: apt install libibverbs-dev; Fedora: dnf install rdma-core-devel)"
 """The transport's build requirements, in words."""
 
@@ -125,10 +129,10 @@ def _connect(engine: EngineRuntime, options: Any) -> EngineConnection:
 def _recovery_limit(options: RdmaOptions) -> int:
     """Returns the longest time, in ns, that the recovery from a rail's failure may take without progress: the time
     after which an adapter reports that a request is not acknowledged, because the other rail may fail meanwhile, and
-    0.1 s for the thread that stops the failed rail's queue pair. By the specification of InfiniBand, an adapter sends
-    a request again after at most four times its time-out.
+    `_PEER_SECONDS` for the peer. By the specification of InfiniBand, an adapter sends a request again after at most
+    four times its time-out.
     """
-    return 4 * (4096 << options.timeout) * (options.retry_count + 1) + 100_000_000
+    return 4 * (4096 << options.timeout) * (options.retry_count + 1) + _PEER_SECONDS * 10**9
 
 
 class _Endpoint:

@@ -330,15 +330,15 @@ class Endpoint:
         self._require_open()
         if self.peer is None:
             raise ArgumentError("endpoint", "is not connected; call connect first")
-        gid_index = self._device.find_gid()
-        if gid_index is None:
-            return False
         try:
+            gid_index = self._device.find_gid()
+            if gid_index is None:
+                return False
             self._set_state("IBV_QPS_RESET")
             while self._cq.poll(self.send_depth)[0]:
                 pass
             self._to_ready(self.peer, failure, gid_index)
-        except self._api.PyverbsError:
+        except (self._api.PyverbsError, OSError):  # OSError: sysfs loses the device's files meanwhile
             return False
         return True
 

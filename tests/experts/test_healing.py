@@ -34,6 +34,7 @@ from proxyccl.channels.expert_parallel import layer as layer_module
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.members import Members
 from proxyccl.channels.expert_parallel.options import LayerOptions
+from proxyccl.channels.group import Group
 from support.device_arrays import on_device, on_host
 from support.devices import runtime_with_blocks
 from support.running import TIMEOUT, run_ranks
@@ -331,9 +332,11 @@ def test_the_survivors_of_two_losses_have_the_latest_placement(monkeypatch: pyte
     all ranks except rank 1 have the new layer.
     """
     failed: list[int] = []
+    groups: list[Group] = []
 
     def fail_once(members: Members, options: LayerOptions, number: int) -> DispatchCombineContext:
         context = DispatchCombineContext(members, options, number)
+        groups.append(members.group)
         if members.group.members and options.rank == 1 and not failed:
             failed.append(1)
             raise PeerLostError("of the test")
@@ -369,6 +372,8 @@ def test_the_survivors_of_two_losses_have_the_latest_placement(monkeypatch: pyte
         shrunk.close()
 
     run_ranks(RANKS, body)
+    for group in groups:  # no rank was lost, so no failure has closed the groups that the layers left
+        group.close(reason="the test has ended")
 
 
 def test_wrong_placements_are_refused_and_change_nothing() -> None:

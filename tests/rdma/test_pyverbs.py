@@ -814,12 +814,11 @@ def test_each_adapter_of_a_staged_connection_has_a_thread_of_its_own(two_rails: 
     peer.close()
 
 
-def test_a_recovery_takes_at_most_2_seconds_by_default(two_rails: VerbsContext) -> None:
+def test_a_recovery_waits_longer_than_an_adapter_and_a_slow_peer(two_rails: VerbsContext) -> None:
     make_endpoint = remote_functions("verbs").make_endpoint
     own, peer = make_endpoint(two_rails), make_endpoint(two_rails)
     options = own.connect(peer.info, 1, lambda: False)
-    assert options.native.limit_ns / 1e9 == pytest.approx(4 * 4.096e-6 * 2**14 * 7 + 0.1)
-    assert options.native.limit_ns < 2e9
+    assert options.native.limit_ns / 1e9 == pytest.approx(4 * 4.096e-6 * 2**14 * 7 + 30)
     assert [rail.adapter for rail in options.rails] == ["rxe0", "rxe2"]
     own.close()
     peer.close()
