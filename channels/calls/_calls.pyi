@@ -178,7 +178,8 @@ class FlowCalls:
         runtime: the group's runtime, which arrays of type `Array` must have.
         failure: the group's `FailureState`.
         lock: held while a call is issued.
-        launch: the addresses of a ProxycclLaunch and of its argument, a ProxycclFlows; their owner; bytes of a lane.
+        launch: the addresses of a ProxycclLaunch and of its argument, a ProxycclFlows; their owner; bytes of a lane;
+            bytes of a lane that sends lines.
         order: addresses of the ProxycclStreamOrder of streams and events, and of the group's ProxycclControl; the
             handle that names a different stream in each thread, or 2**64 - 1 if there is none.
         functions: ``refuse(status)`` raises the error for a nonzero status of a call; ``handle_of(stream)`` returns a
@@ -201,7 +202,7 @@ class FlowCalls:
         runtime: object,
         failure: object,
         lock: _Lock,
-        launch: tuple[int, int, object, int],
+        launch: tuple[int, int, object, int, int],
         order: tuple[int, int, int],
         functions: tuple[
             Callable[[int], object],

@@ -51,8 +51,8 @@ typedef struct FlowCalls {
   PyObject *refuse, *handle_of, *context, *keep, *make_event, *take_stream, *await;
   PyObject* launchable; /* the owner of `launch` and `flows` */
   ProxycclLaunch* launch;
-  ProxycclFlows* flows; /* the argument of `launch` */
-  uint64_t bytes_per_lane;
+  ProxycclFlows* flows;                   /* the argument of `launch` */
+  uint64_t bytes_per_lane, bytes_at_once; /* a lane's bytes; a lane's bytes in lines, which a block sends at once */
   const ProxycclStreamOrder* streams;
   const ProxycclControl* control;
   uintptr_t thread_stream; /* the handle of the per-thread default stream; NO_STREAM if there is none */
@@ -167,7 +167,8 @@ static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
   unsigned blocks = 0;
   for (; filled < count && filled < PROXYCCL_MAX_TRANSFERS && moves[filled].key >> 32 == moves[0].key >> 32; ++filled) {
     const Move* move = &moves[filled];
-    const uint64_t wanted = (move->bytes + self->bytes_per_lane - 1) / self->bytes_per_lane;
+    const uint64_t each = move->bytes <= flows->lanes * flows->line_bytes ? self->bytes_at_once : self->bytes_per_lane;
+    const uint64_t wanted = (move->bytes + each - 1) / each;
     const uint32_t lanes =
         wanted < flows->lanes ? (uint32_t)wanted : flows->lanes; /* the same on the sender and the receiver */
     flows->transfers[filled] = (ProxycclTransfer){
@@ -638,11 +639,11 @@ static void end(PyObject* object) { proxyccl_free(object, let_all_go); }
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
   PyObject *types, *ndarray, *current_stream, *runtime, *failure, *lock, *launchable;
   PyObject *refused, *handle_of, *context, *keep, *make_event, *take_stream, *await;
-  unsigned long long launch, flows, bytes_per_lane, streams, control, thread_stream;
-  if (!PyArg_ParseTuple(arguments, "OO!O!OOO(KKOK)(KKK)(OOOOOOO)", &types, &PyType_Type, &ndarray, &PyType_Type,
+  unsigned long long launch, flows, bytes_per_lane, bytes_at_once, streams, control, thread_stream;
+  if (!PyArg_ParseTuple(arguments, "OO!O!OOO(KKOKK)(KKK)(OOOOOOO)", &types, &PyType_Type, &ndarray, &PyType_Type,
                         &current_stream, &runtime, &failure, &lock, &launch, &flows, &launchable, &bytes_per_lane,
-                        &streams, &control, &thread_stream, &refused, &handle_of, &context, &keep, &make_event,
-                        &take_stream, &await))
+                        &bytes_at_once, &streams, &control, &thread_stream, &refused, &handle_of, &context, &keep,
+                        &make_event, &take_stream, &await))
     return NULL;
   PyObject* object = PyType_GenericNew(type, NULL, NULL);
   if (object == NULL) return NULL;
@@ -654,7 +655,7 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
   self->ndarray = (PyTypeObject*)Py_NewRef(ndarray), self->current_stream = (PyTypeObject*)Py_NewRef(current_stream);
   self->runtime = Py_NewRef(runtime), self->failure = Py_NewRef(failure), self->launchable = Py_NewRef(launchable);
   self->launch = (ProxycclLaunch*)(uintptr_t)launch, self->flows = (ProxycclFlows*)(uintptr_t)flows;
-  self->bytes_per_lane = bytes_per_lane;
+  self->bytes_per_lane = bytes_per_lane, self->bytes_at_once = bytes_at_once;
   self->streams = (const ProxycclStreamOrder*)(uintptr_t)streams;
   self->control = (const ProxycclControl*)(uintptr_t)control, self->thread_stream = (uintptr_t)thread_stream;
   self->refuse = Py_NewRef(refused), self->handle_of = Py_NewRef(handle_of), self->context = Py_NewRef(context);

@@ -145,7 +145,7 @@ class Collectives:
         """Returns this rank's `Flows`. On first use, all ranks construct a `Flows` together."""
         if self.made_flows is None:
             with self.group.exchange.telling():
-                self.made_flows = Flows(self.group)
+                self.made_flows = Flows(self.group, whole_lines=self._whole_lines)
         return self.made_flows
 
     def scratch(self, nbytes: int) -> Memory:

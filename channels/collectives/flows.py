@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from proxyccl.channels.calls._calls import FlowCalls
 from proxyccl.channels.calls.launches import CurrentStream, array_types
+from proxyccl.channels.collectives.packet_team import LINE_PACKETS, LINE_WARP, PACKET_BYTES, line_data_bytes
 from proxyccl.channels.collectives.table import COLLECTIVES
 from proxyccl.channels.collectives.team import Links
 from proxyccl.channels.group import Group
@@ -42,6 +43,10 @@ its stores have arrived. A proxy's pieces take longer, and more of them should b
 """
 _THREADS = 256
 _LEAST_SLOT_BYTES = 1024
+_MOST_LINE_BYTES, _LINE_PART, _LINE_UNIT = 32 << 10, 4, 2048
+"""The most bytes of a slot's lines, which take at most a quarter of the slot; and the unit of these bytes, whose data
+is a multiple of 128 bytes.
+"""
 _NO_STREAM = 2**64 - 1
 
 
@@ -83,11 +88,14 @@ class Transfer(Struct, frozen=True):
 class Flows:
     """The state of transfers between pairs of ranks. All ranks construct a `Flows` together.
 
+    Args:
+        whole_lines: as for `PacketTeam`.
+
     Attributes:
         calls: the object that issues the transfers.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, *, whole_lines: bool) -> None:
         runtime, ranks = group.runtime, group.world_size
         self._runtime = runtime
         via_proxy = [peer for peer in range(ranks) if peer != group.rank and not group.topology.accessible[peer]]
@@ -114,7 +122,9 @@ class Flows:
         flows.links = ffi.cast("ProxycclLink *", self._memory.ptr + counters_bytes)
         flows.scratch = ffi.cast("char *", self._scratch.ptr)
         flows.slot_bytes, flows.staging_offset = slot_bytes, inbox
-        threads = min(_THREADS, defaults.threads)
+        lines = min(_MOST_LINE_BYTES, slot_bytes // _LINE_PART) // _LINE_UNIT * _LINE_UNIT if whole_lines else 0
+        flows.line_bytes, flows.data_offset = line_data_bytes(lines), lib.PROXYCCL_FLOW_HEADER_BYTES + lines
+        threads = round_up(min(_THREADS, defaults.threads), LINE_WARP if whole_lines else 1)
         argument = ProxiedStruct.of(bytes(ffi.buffer(flows)), self._links.sleepers)
         self._launch = load_kernel(runtime).prepare(1, threads, argument)
         self._failure = group.failure
@@ -122,9 +132,10 @@ class Flows:
         self._idle_streams: list[Stream] = []
         lock = threading.Lock()
         group.launches.locks.append(lock)
-        self.calls = self._make_calls(group, lock, 4 * defaults.bytes_per_block)
+        at_once = line_data_bytes(threads * LINE_PACKETS * PACKET_BYTES)
+        self.calls = self._make_calls(group, lock, (4 * defaults.bytes_per_block, at_once))
 
-    def _make_calls(self, group: Group, lock: threading.Lock, bytes_per_lane: int) -> FlowCalls:
+    def _make_calls(self, group: Group, lock: threading.Lock, bytes_per_lane: tuple[int, int]) -> FlowCalls:
         runtime = self._runtime
         launch, argument = (_address(each) for each in (self._launch.prepared, self._launch.packed(0)))
         thread_stream = _NO_STREAM if runtime.thread_stream is None else runtime.thread_stream
@@ -135,7 +146,7 @@ class Flows:
             runtime,
             group.failure,
             lock,
-            (launch, argument, self._launch, bytes_per_lane),
+            (launch, argument, self._launch, *bytes_per_lane),
             (self._events.order, group.control.host_pointer, thread_stream),
             (
                 self._refuse,

@@ -30,14 +30,19 @@ _MOST_BYTES = 24 * 1024 * 1024
 PACKET_BYTES = 16
 _PAYLOAD_BYTES = 8
 _WARP = 64  # lanes of the widest warp of any target
-_LINE_WARP = 32  # lanes of a warp on the targets that have lines
+LINE_WARP = 32  # lanes of a warp on the targets that have lines
 _LINE_THREADS, _LINE_UNITS = 8, 15  # the values in lines.h
 ALIGNMENT = 16
 """Bytes of a unit of lines, and of the widest access."""
 _MOST_SHARED_ROWS = 8  # the most rows for which clusters share rows; for 16 rows, one block per row is as fast
 _GROUP_BYTES = 4 * 4  # four floats in shared memory for each group of a row's packets
 _MOST_SHARED_BYTES = 46 << 10  # dynamic shared memory that a block has on every target
-_LINE_PACKETS = 2  # the number of packets in which a thread keeps its part of two lines
+LINE_PACKETS = 2  # the number of packets in which a thread keeps its part of two lines
+
+
+def line_data_bytes(nbytes: int) -> int:
+    """Returns the bytes of data in whole pairs of lines of `nbytes` bytes."""
+    return nbytes // (_LINE_THREADS * LINE_PACKETS * PACKET_BYTES) * _LINE_UNITS * ALIGNMENT
 
 
 def carries_whole_lines(group: Group) -> bool:
@@ -105,8 +110,8 @@ class RowShape(Struct, frozen=True):
             scratch: the memory through which packets go; None for a kernel that sends no packets.
         """
         if lines:
-            share, group, kept = -(-row_bytes // ALIGNMENT), _LINE_WARP, 2 * ALIGNMENT
-            row_packets, room = -(-share // _LINE_UNITS) * _LINE_THREADS, _LINE_PACKETS
+            share, group, kept = -(-row_bytes // ALIGNMENT), LINE_WARP, 2 * ALIGNMENT
+            row_packets, room = -(-share // _LINE_UNITS) * _LINE_THREADS, LINE_PACKETS
         else:
             share, group, kept = -(-row_bytes // _PAYLOAD_BYTES), _WARP, _PAYLOAD_BYTES
             row_packets, room = share, 1
@@ -114,7 +119,7 @@ class RowShape(Struct, frozen=True):
         most = of_block if scratch is None else scratch.slot_packets // room // group * group
         epochs = -(-of_block // most)
         packets = round_up(-(-of_block // epochs), group)
-        numbers = _GROUP_BYTES * -(-row_packets // _LINE_WARP)
+        numbers = _GROUP_BYTES * -(-row_packets // LINE_WARP)
         keeps = (
             min(2, (_MOST_SHARED_BYTES - numbers) // (epochs * packets * kept)) if numbers < _MOST_SHARED_BYTES else 0
         )
@@ -146,7 +151,7 @@ class PacketTeam:
         self.scratch = [PacketScratch(group, blocks, defaults.packet_threads if whole_lines else _SLOT_PACKETS)]
         self._line_bytes, self._efficient_blocks = defaults.line_bytes, defaults.efficient_blocks
         if whole_lines:
-            most = _MOST_BYTES // (_slots(1, ranks) * _LINE_PACKETS * _LINE_WARP * PACKET_BYTES)
+            most = _MOST_BYTES // (_slots(1, ranks) * LINE_PACKETS * LINE_WARP * PACKET_BYTES)
             self.scratch.append(PacketScratch(group, min(defaults.line_blocks, most), _SLOT_LINES))
         self.nbytes = sum(scratch.nbytes for scratch in self.scratch)
 
@@ -183,11 +188,11 @@ class PacketTeam:
         units = -(-share // ALIGNMENT)
         packets = -(-units // _LINE_UNITS) * _LINE_THREADS
         scratch = self.scratch[1]
-        share_of_block = round_up(-(-packets // most_blocks), _LINE_WARP)
-        epochs = -(-share_of_block // (scratch.slot_packets // _LINE_PACKETS // _LINE_WARP * _LINE_WARP))
-        each = round_up(-(-share_of_block // epochs), _LINE_WARP)
+        share_of_block = round_up(-(-packets // most_blocks), LINE_WARP)
+        epochs = -(-share_of_block // (scratch.slot_packets // LINE_PACKETS // LINE_WARP * LINE_WARP))
+        each = round_up(-(-share_of_block // epochs), LINE_WARP)
         blocks = -(-packets // (epochs * each))
-        threads = round_up(-(-each // -(-each // self._max_threads)), _LINE_WARP)
+        threads = round_up(-(-each // -(-each // self._max_threads)), LINE_WARP)
         return PacketLaunch(True, blocks, threads, scratch.parameter(units, epochs, each))
 
     def row_shape(self, rows: int, row_bytes: int) -> RowShape:

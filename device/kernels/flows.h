@@ -1,17 +1,19 @@
 /* Parameters of the kernel in send_receive.h, which describe the ranks and one call.
  *
  * A *flow* is the connection from one rank to another. A flow has `lanes` lanes, each with a link and a ring of slots
- * in the receiver's scratch memory. The sender's signals on the link count pieces; the receiver's signals count
- * credits, which are slots that it has read. So a flow involves only its two ranks, and flows never wait for one
- * another.
+ * in the receiver's scratch memory. The receiver's signals on the link count credits, which are slots that it has read.
+ * So a flow involves only its two ranks, and flows never wait for one another.
+ *
+ * A slot has, in this order: a header, whose first word describes the slot's piece (send_receive.h); the lines, which
+ * hold only lines, because other data could equal a line's flag; and the other pieces' data.
  */
 #pragma once
 
 #include "team.h"
 
 enum {
-  PROXYCCL_FLOW_HEADER_BYTES = 128, /* precede a slot's data; hold the transfer's size, which the receiver checks */
-  PROXYCCL_MAX_TRANSFERS = 64       /* most transfers of a launch, because all its blocks must be resident */
+  PROXYCCL_FLOW_HEADER_BYTES = 128,
+  PROXYCCL_MAX_TRANSFERS = 64 /* most transfers of a launch, because all its blocks must be resident */
 };
 
 /* One transfer of a launch: to a peer, from a peer, or, if `peer` is the rank itself, from `src` to `dst`. */
@@ -39,5 +41,7 @@ typedef struct ProxycclFlows {
    * sends to each rank. */
   char* scratch;
   uint64_t slot_bytes, staging_offset;
+  uint64_t line_bytes;  /* most bytes of a lane that are sent in lines; 0 if the links don't carry lines */
+  uint64_t data_offset; /* offset in a slot of the data of other pieces */
   ProxycclTransfer transfers[PROXYCCL_MAX_TRANSFERS];
 } ProxycclFlows;

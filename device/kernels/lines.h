@@ -8,6 +8,7 @@
 // its own units in the lines, so threads exchange no values.
 #pragma once
 
+#include "integers.h"
 #include "packets.h"
 #include "proxyccl/element.h"
 #include "reduce_ranks.h"
@@ -62,6 +63,10 @@ struct LineForm {
   static constexpr uint32_t kAtOnce = 4;
   using Chunk = Bytes16;
 
+  // Returns the number of packets of `units` units, padded to whole warps.
+  static PROXYCCL_DEVICE uint32_t packetsOf(uint64_t units) {
+    return static_cast<uint32_t>(divideUp(units, kWarpLines * kUnits)) * kWarpLines * kThreads;
+  }
   // The numbers of packets and of threads are multiples of a warp's size, so the threads of a warp do not diverge.
   template <class Body>
   static PROXYCCL_DEVICE void forEach(uint32_t packets, Body body) {
@@ -92,7 +97,7 @@ struct LineForm {
   static PROXYCCL_DEVICE Chunk chunkOf(const Payload& payload, uint32_t u) { return payload.units[u]; }
   static PROXYCCL_DEVICE void setChunk(Payload& payload, uint32_t u, Chunk chunk) { payload.units[u] = chunk; }
 
-  static PROXYCCL_DEVICE void write(LL16Packet* slot, uint64_t p, const Payload& payload, uint32_t flag) {
+  static PROXYCCL_DEVICE void write(LL16Packet* slot, uint64_t p, const Payload& payload, uint64_t flag) {
     uint64_t* const words = wordsIn(slot, p);
     const bool flagged = hasFlag(p);
     const Bytes16 first = payload.units[0], second = payload.units[1];
@@ -111,8 +116,8 @@ struct LineForm {
     fenceSystem();
     syncWarp();
     if (flagged) {
-      storeRelaxedSystem<uint64_t>(words + 1, flag);
-      storeRelaxedSystem<uint64_t>(words + kLineWords + 1, flag);
+      storeRelaxedSystem(words + 1, flag);
+      storeRelaxedSystem(words + kLineWords + 1, flag);
     }
 #endif
   }
@@ -120,6 +125,7 @@ struct LineForm {
     const uint64_t* const words = wordsIn(slot, p);
     Words result;
 #if PROXYCCL_WHOLE_LINES
+    syncWarp();  // rejoins threads after a branch, so that one instruction loads a line's data and its flag
     loadLines(words, &result);
 #else
     const bool flagged = hasFlag(p);
@@ -138,7 +144,7 @@ struct LineForm {
 #endif
     return result;
   }
-  static PROXYCCL_DEVICE bool carries(const Words& words, uint64_t p, uint32_t flag) {
+  static PROXYCCL_DEVICE bool carries(const Words& words, uint64_t p, uint64_t flag) {
     return !hasFlag(p) || (words.lines[0].high == flag && words.lines[1].high == flag);
   }
   static PROXYCCL_DEVICE uint64_t flagOf(const Words& words) { return words.lines[0].high; }
@@ -163,6 +169,7 @@ struct LineForm {
 
  private:
   static constexpr uint32_t kThreads = 8, kUnits = 15, kLineWords = 2 * kThreads;
+  static constexpr uint32_t kWarpLines = 4;  // pairs of lines that the 32 threads of a warp store
 
   static PROXYCCL_DEVICE bool hasFlag(uint64_t p) { return p % kThreads == kThreads - 1; }
   // Returns the thread's words in line 0; its words in line 1 are kLineWords further on.

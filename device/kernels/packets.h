@@ -151,6 +151,19 @@ struct PacketForm {
   }
 };
 
+// Waits for packet p of a slot in local memory, which `peer` sends with this flag, and returns the packet's data.
+template <class Form>
+PROXYCCL_DEVICE typename Form::Payload receivePacket(ProxycclControl* control, uint32_t peer, const LL16Packet* slot,
+                                                     uint64_t p, uint64_t flag) {
+  typename Form::Words words;
+  Form::wait(control, {PROXYCCL_WAIT_PACKET, peer, PROXYCCL_NO_CHANNEL, flag}, [&](uint64_t* seen) {
+    words = Form::read(slot, p);
+    *seen = Form::flagOf(words);
+    return Form::carries(words, p, flag);
+  });
+  return Form::payloadOf(words, p);
+}
+
 template <class Form>
 class Lanes {
  public:
@@ -213,13 +226,7 @@ class Lanes {
   }
 
   PROXYCCL_DEVICE Payload receive(uint32_t peer, uint32_t slot, uint64_t p) const {
-    typename Form::Words words;
-    Form::wait(team_.control, {PROXYCCL_WAIT_PACKET, peer, PROXYCCL_NO_CHANNEL, flag()}, [&](uint64_t* seen) {
-      words = Form::read(slotAt(team_.rank, slot), p);
-      *seen = Form::flagOf(words);
-      return Form::carries(words, p, flag());
-    });
-    return Form::payloadOf(words, p);
+    return receivePacket<Form>(team_.control, peer, slotAt(team_.rank, slot), p, flag());
   }
   // Calls use(rank, payload) for every rank in turn: with `own` for this rank, and with the packet in slot first_slot +
   // rank for every other rank. Packets of several ranks are loaded concurrently, because a load takes longer than the

@@ -16,7 +16,7 @@ from proxyccl import AbortedError, ArgumentError, ClosedError, Communicator, Mis
 from proxyccl.channels.collectives import transfers as in_python
 from proxyccl.channels.collectives.flows import MOST_TRANSFERS
 from support.device_arrays import barrier, on_device, on_host
-from support.devices import world_sizes
+from support.devices import ON_HOST, runtime_with_lines, world_sizes
 from support.ranks import Ranks
 from support.running import run_ranks
 
@@ -29,10 +29,17 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield group
 
 
-@pytest.fixture(scope="module", params=[None, 1], ids=["one-node", "nodes-of-one"])
+PAIRS: dict[str, dict[str, Any]] = {"one-node": {}, "nodes-of-one": {"local_world_size": 1}}
+if ON_HOST:  # GPUs send short transfers in lines without being told
+    PAIRS["lines"] = {"make_runtime": runtime_with_lines}
+
+
+@pytest.fixture(scope="module", params=PAIRS)
 def pairs(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Opens two ranks on one node, or on two nodes, where transfers go through proxies."""
-    with Ranks(2, local_world_size=request.param) as group:
+    """Opens two ranks on one node, also with short transfers in lines, or on two nodes, where transfers go through
+    proxies.
+    """
+    with Ranks(2, **PAIRS[request.param]) as group:
         yield group
 
 
@@ -214,9 +221,10 @@ def test_a_thread_may_make_transfers_while_another_makes_its_first_collectives()
     run_ranks(2, body)
 
 
-def test_a_size_that_differs_is_named(pairs: Ranks) -> None:
+@pytest.mark.parametrize("sizes", [(4, 5), (4, LONG), (LONG, 4)])  # short and long transfers may take different paths
+def test_a_size_that_differs_is_named(pairs: Ranks, sizes: tuple[int, int]) -> None:
     def body(comm: Communicator) -> None:
-        array = on_device(comm, np.zeros(4 + comm.rank, np.uint8))
+        array = on_device(comm, np.zeros(sizes[comm.rank], np.uint8))
         if comm.rank == 0:
             comm.send(array, 1)
             comm.recv(array, 1)  # keeps rank 0 in a call until rank 1 has found the difference
@@ -224,7 +232,7 @@ def test_a_size_that_differs_is_named(pairs: Ranks) -> None:
             comm.recv(array, 0)
         comm.synchronize()
 
-    with pytest.raises(MismatchError, match="5 bytes from rank 0, which sends 4"):
+    with pytest.raises(MismatchError, match=f"{sizes[1]} bytes from rank 0, which sends {sizes[0]}"):
         pairs.run(body)
 
 

@@ -213,6 +213,13 @@ def test_memory_that_torch_maps_itself_is_shared(torch: ModuleType, ranks_are: s
     assert done.stdout.count("OK") == 2, done.stdout
 
 
+@CUDA_ONLY
+def test_short_calls_take_no_old_data_for_new_where_jobs_share_gpus(torch: ModuleType) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        for done in pool.map(lambda _: run_mpi(2, PROGRAMS / "new_data.py"), range(3)):
+            assert done.stdout.count("OK") == 2, done.stdout + done.stderr
+
+
 @pytest.fixture
 def no_segments() -> Iterator[Callable[[], bool]]:
     """Yields a function that returns whether torch's pools on the first two devices are empty; asserts that they are

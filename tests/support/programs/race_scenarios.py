@@ -117,6 +117,7 @@ def transfers() -> None:
 
     run(2, body)
     run(2, body, local_world_size=1)
+    run(2, body, make_runtime=runtime_with_lines)
 
 
 def symmetric_memory() -> None:
