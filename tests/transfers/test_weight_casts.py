@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from proxyccl.device.errors import ArgumentError
 from proxyccl.transfer import Agent, TransferError
 from proxyccl.weights import Shard, Sharding, WeightSource, WeightTarget
+from support.running import wait_for
 
 pytestmark = [pytest.mark.host_only("the host's memory moves alike on every runtime")]
 
@@ -241,8 +242,8 @@ def test_an_error_names_the_tensors_that_are_incomplete(new_agent: NewAgent, mon
     """The source is lost when the first of three tensors is cast, and the second one was read. Each tensor fills a half
     of the staging buffer.
     """
-    agent = new_agent("a")
-    source, target = WeightSource(agent), WeightTarget(new_agent("s"), staging_bytes=LEAST_STAGING)
+    agent, reader = new_agent("a"), new_agent("s")
+    source, target = WeightSource(agent), WeightTarget(reader, staging_bytes=LEAST_STAGING)
     wholes = {name: np.full(LEAST_STAGING // 8, 5, np.float32) for name in ("u", "v", "w")}
     got = {name: np.zeros(whole.shape, BFLOAT16) for name, whole in wholes.items()}
     for name, whole in wholes.items():
@@ -256,6 +257,7 @@ def test_an_error_names_the_tensors_that_are_incomplete(new_agent: NewAgent, mon
     def lose(index: int, *rest: Any) -> None:
         launch(index, *rest)
         agent.close()
+        wait_for(lambda: reader.lost("a"), "the reader notices the loss")
 
     with source.offered(1):
         monkeypatch.setattr(casts._tiles, "launch", lose)
