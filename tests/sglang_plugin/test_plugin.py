@@ -1,18 +1,22 @@
-"""SGLang's own groups, functions, layers and dispatchers with the plug-in, on CPU ranks that are processes."""
+"""SGLang's own groups, functions, layers and dispatchers with the plug-in, on ranks that are processes: on CPUs, or on
+GPUs if PROXYCCL_RUNTIME names their runtime.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from support.devices import ON_HOST, RUNTIME, require_devices
 from support.running import run_alone
 
 PROGRAMS = Path(__file__).parent / "programs"
-ENVIRONMENT = {"PROXYCCL_RUNTIME": "host", "OMP_NUM_THREADS": "1", "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "0"}
+ENVIRONMENT = {"PROXYCCL_RUNTIME": RUNTIME, "OMP_NUM_THREADS": "1", "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "0"}
 
 
 def outcomes(
@@ -38,8 +42,15 @@ def outcomes(
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sglangs_functions_and_layers(ranks: int) -> None:
+    require_devices(ranks)
     for of_rank in outcomes("collectives.py", ranks, "plain"):
         assert len(of_rank) > 10
+        assert {name: error for name, error in of_rank.items() if error} == {}
+
+
+@pytest.mark.skipif(ON_HOST, reason="CPUs capture no graphs")
+def test_sglangs_graphs() -> None:
+    for of_rank in outcomes("collectives.py", 2, "captured"):
         assert {name: error for name, error in of_rank.items() if error} == {}
 
 
@@ -60,5 +71,6 @@ def test_a_lost_rank_is_named() -> None:
 def test_sglangs_dispatchers_of_experts(tmp_path: Path) -> None:
     (tmp_path / "deep_ep").mkdir()  # simulates that another package has overwritten deep_ep
     (tmp_path / "deep_ep/__init__.py").write_text("raise ImportError('another package wrote over this one')\n")
-    for of_rank in outcomes("experts.py", 2, PYTHONPATH=str(tmp_path)):
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    for of_rank in outcomes("experts.py", 2, PYTHONPATH=path):
         assert {name: error for name, error in of_rank.items() if error} == {}

@@ -1,6 +1,6 @@
 """One rank of a program that uses SGLang's groups and layers. It prints each case's error (or "") as JSON.
 
-python collectives.py RANK RANKS PORT plain|deterministic|lost|off
+python collectives.py RANK RANKS PORT plain|captured|deterministic|lost|off
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import sys
 from unittest import mock
 
-from started import expecting, print_outcomes  # isort: skip  # before SGLang's other modules
+from started import DEVICE, ON_GPUS, expecting, print_outcomes  # isort: skip  # before SGLang's other modules
 import torch
 import torch.distributed as dist
 from sglang.srt.distributed import communication_op as of_tp
@@ -27,8 +27,8 @@ MODE = sys.argv[4]
 
 def on(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Returns a rank's values: integers, whose sums need no rounding."""
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+    generator = torch.Generator("cpu").manual_seed(rank)
+    return torch.randint(-8, 9, shape, generator=generator, device="cpu").to(DEVICE, dtype)
 
 
 def total(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -43,7 +43,7 @@ get_parallel().override_permanently(
     tp_size=RANKS, pp_size=1, moe_ep_size=1, attn_dp_size=1, attn_cp_size=1, moe_dp_size=1, attn_dcp_size=1,
     shared_experts_tp_size=None, tp_rank=RANK, pp_rank=0, attn_tp_size=RANKS, attn_tp_rank=RANK, moe_tp_size=RANKS,
 )  # fmt: skip
-backend = state.get_default_distributed_backend("cpu")
+backend = state.get_default_distributed_backend(DEVICE.type)
 state.init_distributed_environment(
     backend=backend,
     world_size=RANKS,
@@ -54,15 +54,15 @@ state.init_distributed_environment(
 )
 state.initialize_model_parallel()
 group = get_parallel().tp_group
-# SGLang registers its operators only for GPUs, but their Python functions also accept CPU tensors.
-for_cpu = torch.library.Library("sglang", "FRAGMENT")
-for op in (
-    state.inplace_all_reduce,
-    state.outplace_all_reduce,
-    state.reg_reduce_scatter_tensor,
-    state.reg_all_to_all_single,
-):
-    for_cpu.impl(op.__name__, op.__wrapped__, "CPU")
+if not ON_GPUS:  # SGLang registers its operators only for GPUs, but their Python functions also accept CPU tensors.
+    for_cpu = torch.library.Library("sglang", "FRAGMENT")
+    for op in (
+        state.inplace_all_reduce,
+        state.outplace_all_reduce,
+        state.reg_reduce_scatter_tensor,
+        state.reg_all_to_all_single,
+    ):
+        for_cpu.impl(op.__name__, op.__wrapped__, "CPU")
 
 
 def groups() -> None:
@@ -155,7 +155,7 @@ def communicators_beside_a_group() -> None:
     x = on(RANK, 5)
     beside.all_reduce(x)
     equal(x, total(5))
-    one = PyNcclCommunicator(dist.new_group([RANK], backend="gloo", use_local_synchronization=True), "cpu")
+    one = PyNcclCommunicator(dist.new_group([RANK], backend="gloo", use_local_synchronization=True), DEVICE)
     assert (one.available, one.disabled) == (False, True)
     with mock.patch.object(dist, "new_group", side_effect=AssertionError), expecting("cta_policy: .*KV_SHARD"):
         PyNcclCommunicator(group.cpu_group, group.device, cta_policy=2)
@@ -260,6 +260,28 @@ def layers() -> None:
     equal(table(ids), rows[ids])
 
 
+def captured() -> None:
+    """SGLang's sizes of batches, in graphs that are captured as SGLang captures them, and replayed with other data."""
+    layer = RMSNorm(512).to(torch.bfloat16)
+    for rows in (1, 2, 8, 160, 512):
+        x, residual = (torch.empty(rows, 512, dtype=torch.bfloat16) for _ in range(2))
+        graph = torch.cuda.CUDAGraph()
+        with state.graph_capture() as context, torch.cuda.graph(graph, stream=context.stream):
+            reduced = of_tp.tensor_model_parallel_all_reduce(x)
+            normed_rows, sums = layer.forward_with_allreduce_fusion(x, residual)
+            gathered = of_tp.tensor_model_parallel_all_gather(x, 0)
+        for turn in range(3):
+            x.copy_(on(RANK, rows, 512, dtype=torch.bfloat16) * turn)
+            residual.copy_(on(9, rows, 512, dtype=torch.bfloat16))
+            graph.replay()
+            equal(reduced, total(rows, 512, dtype=torch.bfloat16) * turn)
+            equal(sums, (total(rows, 512) * turn + residual.float()).bfloat16())
+            want = normed(sums, layer.weight, layer.variance_epsilon)
+            torch.testing.assert_close(normed_rows, want, rtol=2**-7, atol=0)
+            parts = [on(rank, rows, 512, dtype=torch.bfloat16) * turn for rank in range(RANKS)]
+            equal(gathered, torch.cat(parts))
+
+
 def deterministic_sums() -> None:
     assert os.environ["PROXYCCL_INVARIANT"] == "1"  # tests/collectives checks the effect of this setting
     out = torch.empty(4, 4)
@@ -268,7 +290,7 @@ def deterministic_sums() -> None:
 
 
 def nothing_is_replaced() -> None:
-    assert dist.get_backend(group.device_group) == backend == "gloo"
+    assert dist.get_backend(group.device_group) == backend == ("nccl" if ON_GPUS else "gloo")
     assert not hasattr(group.pynccl_comm, "short")
     assert not HookRegistry._hooks
     assert "deep_ep" not in sys.modules
@@ -303,12 +325,13 @@ CASES = {
         symmetric_memory_is_refused,
         norms,
         norms_in_compiled_code,
-        norms_of_other_types_fall_back,
+        *(() if ON_GPUS else (norms_of_other_types_fall_back,)),  # SGLang's own kernel is not there
         norms_of_a_group_without_communicators_fall_back,
         fusion_follows_sglangs_settings,
         layers,
         end,
     ),
+    "captured": (captured, end),
     "deterministic": (groups, all_reduce, deterministic_sums, fusion_follows_sglangs_settings, end),
     "lost": (a_lost_rank,),
     "off": (nothing_is_replaced, end),

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from started import print_outcomes  # isort: skip  # before SGLang's other modules
+from started import DEVICE, print_outcomes  # isort: skip  # before SGLang's other modules
 import torch
 import torch.distributed as dist
 from sglang.srt.layers.moe.token_dispatcher import deepep, deepep_v2
@@ -23,10 +23,12 @@ TOKENS, EXPERTS, HIDDEN, TOPK = 11, 8, 256, 2
 LOCAL = EXPERTS // RANKS
 
 dist.init_process_group("proxyccl", init_method=f"tcp://127.0.0.1:{PORT}", rank=RANK, world_size=RANKS)
-make = torch.Generator().manual_seed(RANK)
-x = torch.randn(TOKENS, HIDDEN, generator=make).bfloat16()
-ids = torch.stack([torch.randperm(EXPERTS, generator=make)[:TOPK] for _ in range(TOKENS)])
-weights = torch.rand(TOKENS, TOPK, generator=make)
+with torch.device("cpu"):
+    make = torch.Generator().manual_seed(RANK)
+    x = torch.randn(TOKENS, HIDDEN, generator=make).bfloat16()
+    ids = torch.stack([torch.randperm(EXPERTS, generator=make)[:TOPK] for _ in range(TOKENS)])
+    weights = torch.rand(TOKENS, TOPK, generator=make)
+x, ids, weights = x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
 chosen = SimpleNamespace(topk_ids=ids, topk_weights=weights)
 OPTIONS = {
     "group": dist.group.WORLD,

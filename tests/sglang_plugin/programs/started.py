@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -10,14 +11,19 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # tests/
-from support.fakes import empty_torchvision
+from support.fakes import empty_packages
 
-empty_torchvision.install()
+ON_GPUS = os.environ["PROXYCCL_RUNTIME"] != "host"
+empty_packages.install(on_gpus=ON_GPUS)
 
 import torch
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
+DEVICE = torch.device("cuda", int(sys.argv[1])) if ON_GPUS else torch.device("cpu")
+if ON_GPUS:
+    torch.cuda.set_device(DEVICE)
+torch.set_default_device(DEVICE)
 torch.set_grad_enabled(False)  # SGLang's processes also disable gradients
 
 
