@@ -12,8 +12,9 @@ PROXYCCL_DEVICE void addAndNorm(const Rows<T>& rows) {
   NormedRow<Form, T, kWhole, 1> row(rows);
   if (rows.weight != nullptr) row.forEachPacket([&](uint32_t epoch, uint32_t p) { row.keepWeights(epoch, p); });
   for (; row.exists(); row.goOn()) {
-    row.forEachPacket(
-        [&](uint32_t epoch, uint32_t p) { row.take(epoch, p, row.load(epoch, p), row.residual(epoch, p)); });
+    row.forEachPacket([&](uint32_t epoch, uint32_t p) {
+      row.take(epoch, p, row.load(epoch, p, row.number()), row.residual(epoch, p));
+    });
     row.norm();
   }
 }

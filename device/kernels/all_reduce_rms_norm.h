@@ -20,25 +20,31 @@
 namespace proxyccl {
 
 // In each epoch calls send(p, own) for this thread's packets p, and then receive(p, own), which returns the sum of all
-// ranks' packets p. Collects the sums, and normalizes each row.
+// ranks' packets p. Collects the sums, and normalizes each row. A block first sends its next row's packets, which then
+// travel while the block normalizes the row.
 template <bool kWhole, uint32_t kBlocks, class Form, class T, class Send, class Receive>
 PROXYCCL_DEVICE void reduceRows(Lanes<Form>& lanes, const Rows<T>& rows, Send send, Receive receive) {
   NormedRow<Form, T, kWhole, kBlocks> row(rows);
   uint32_t epoch = 0;
   bool is_first = true;
   lanes.forEachEpoch([&](uint64_t) {
-    row.forEachOfEpoch([&](uint32_t p) { send(p, row.load(epoch, p)); });
+    const bool begins_next = epoch == rows.row_epochs;
+    if (begins_next) epoch = 0, is_first = false;
+    row.forEachOfEpoch([&](uint32_t p) { send(p, row.load(epoch, p, begins_next ? row.next() : row.number())); });
+    if (begins_next) {
+      row.forEachOfEpoch([&](uint32_t p) { row.prefetchRows(epoch, p); });
+      row.norm();
+      row.goOn();
+    }
     if (is_first && epoch == 0) RowBlocks<kBlocks>::awaitStart();
     row.forEachOfEpoch([&](uint32_t p) {
       if (is_first && rows.weight != nullptr) row.keepWeights(epoch, p);
       const auto residual = row.residual(epoch, p);
-      row.take(epoch, p, receive(p, row.own(epoch, p)), residual);
+      row.take(epoch, p, receive(p, row.load(epoch, p, row.number())), residual);
     });
-    if (++epoch < rows.row_epochs) return;
-    row.norm();
-    row.goOn();
-    epoch = 0, is_first = false;
+    ++epoch;
   });
+  row.norm();
 }
 
 template <class Form, class T>

@@ -81,8 +81,8 @@ struct Rows {
   uint32_t row_packets;
   uint32_t packets;     // number of packets of a block per epoch, a multiple of a group's packets
   uint32_t row_epochs;  // number of epochs per row
-  uint32_t keeps;  // what dynamic shared memory holds: 0: nothing; 1: the packets of a block's part of a row; 2: also
-                   // the weights
+  uint32_t keeps;  // what dynamic shared memory holds: 0: nothing; 1: the sums of a block's part of a row; 2: also the
+                   // weights
 };
 
 // A block's part of the current row; the block handles its rows one after the other. kWhole means that all arrays are
@@ -90,7 +90,7 @@ struct Rows {
 // which share a row.
 //
 // Dynamic shared memory holds two numbers per group, once for even and once for odd rows; then, depending on `keeps`,
-// the packets and the weights.
+// the sums and the weights.
 template <class Form, class T, bool kWhole, uint32_t kBlocks>
 class NormedRow {
  public:
@@ -103,21 +103,26 @@ class NormedRow {
   }
 
   PROXYCCL_DEVICE bool exists() const { return row_ < rows_.rows; }
+  // The numbers of the current row and of the block's next row, which need not exist.
+  PROXYCCL_DEVICE uint64_t number() const { return row_; }
+  PROXYCCL_DEVICE uint64_t next() const { return row_ + gridDim.x / kBlocks; }
   PROXYCCL_DEVICE void goOn() {
     parity_ ^= 1;
-    begin(row_ + gridDim.x / kBlocks);
+    begin(next());
   }
 
-  // Returns the values of `x` in the block's packet p of an epoch, or zeros if the row does not exist. own() later
-  // returns the same values to the same thread.
-  PROXYCCL_DEVICE Payload load(uint32_t epoch, uint32_t p) const {
-    const Payload payload = exists() ? loadFrom(rows_.x + first_, inRow(epoch, p)) : Payload{};
-    if (rows_.keeps) kept()[epoch * rows_.packets + p] = payload;
-    return payload;
+  // Returns the values of `x` in the block's packet p of an epoch of a row, or zeros if the row does not exist.
+  PROXYCCL_DEVICE Payload load(uint32_t epoch, uint32_t p, uint64_t row) const {
+    return row < rows_.rows ? loadFrom(rows_.x + row * rows_.width, inRow(epoch, p)) : Payload{};
   }
-  PROXYCCL_DEVICE Payload own(uint32_t epoch, uint32_t p) const {
-    if (rows_.keeps) return kept()[epoch * rows_.packets + p];
-    return exists() ? loadFrom(rows_.x + first_, inRow(epoch, p)) : Payload{};
+  // Brings the block's next row of the residual, and the row after it of `x`, into the cache.
+  PROXYCCL_DEVICE void prefetchRows(uint32_t epoch, uint32_t p) const {
+    const uint64_t stride = gridDim.x / kBlocks * static_cast<uint64_t>(rows_.width);
+    Form::forChunks(inRow(epoch, p), rows_.share, [&](uint32_t, uint32_t chunk) {
+      const uint64_t at = first_ + stride + chunk * kEach;
+      if (rows_.residual != nullptr && next() < rows_.rows) prefetch(rows_.residual + at);
+      if (next() + gridDim.x / kBlocks < rows_.rows) prefetch(rows_.x + at + stride);
+    });
   }
   PROXYCCL_DEVICE Payload residual(uint32_t epoch, uint32_t p) const {
     return rows_.residual != nullptr && exists() ? loadFrom(rows_.residual + first_, inRow(epoch, p)) : Payload{};
