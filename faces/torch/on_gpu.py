@@ -33,7 +33,7 @@ _streams: list[GpuStream] = []
 memory.
 """
 _idle: dict[torch.device, list[Any]] = {}
-_compiling: list[Thread] = []  # the thread of `compile_early`
+_compiling: list[Thread] = []  # the thread that `compile_early` has started
 
 
 def runtime_name(device: torch.device) -> str:
@@ -60,8 +60,9 @@ def compile_early(rank: int, world_size: int) -> None:
         except ProxyCCLError as error:
             _logger.info("kernels are compiled when calls need them: %s", error)
 
-    _compiling.append(Thread(run, "proxyccl-torch-kernels"))
-    _compiling[0].start()
+    thread = Thread(run, "proxyccl-torch-kernels")
+    thread.start()
+    _compiling.append(thread)
 
 
 class DeviceRuntimes:
