@@ -2,8 +2,7 @@
  * access. A function's comment names its pairing: a release and the acquires that observe it
  * (device/include/MEMORY_ORDER.md). The functions of some pairings are in the files that use them: ring.h, trace.h and
  * observe.c, calls.c, thread.c, staged_transport.c. */
-#ifndef PROXYCCL_ORDER_H
-#define PROXYCCL_ORDER_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -119,5 +118,3 @@ static inline uint32_t request_answered(const Request *request) {
 /* Pairing request, release and acquire. A request to end a worker is a flag that is never cleared. */
 static inline void flags_set(int *flags, int flag) { __atomic_fetch_or(flags, flag, __ATOMIC_RELEASE); }
 static inline int flags_load(const int *flags) { return __atomic_load_n(flags, __ATOMIC_ACQUIRE); }
-
-#endif

@@ -4,8 +4,7 @@
  * connection executes its operations in order. A signal arrives after the data of all earlier puts and gets. A flush
  * word is written once all earlier operations are complete. A get reads the data of earlier puts, and a put sends the
  * data of earlier gets. */
-#ifndef PROXYCCL_TRANSPORT_H
-#define PROXYCCL_TRANSPORT_H
+#pragma once
 
 #include <stdint.h>
 
@@ -103,5 +102,3 @@ static inline int proxyccl_mark_progress(ProxycclConnection *self) {
   progress->marked = progress->issued;
   return self->transport->flush(self, &progress->completed, progress->marked);
 }
-
-#endif

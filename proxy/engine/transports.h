@@ -1,6 +1,5 @@
 /* The table of all transports, by name. The engine uses transports only through their functions (transport.h). */
-#ifndef PROXYCCL_TRANSPORTS_H
-#define PROXYCCL_TRANSPORTS_H
+#pragma once
 
 #include "transport.h"
 
@@ -19,5 +18,3 @@ ProxycclConnection *proxyccl_connection_create(const char *name, const void *opt
 void proxyccl_connection_destroy(ProxycclConnection *connection);
 /* Returns the provider's message about the error that ended a connection; "" if there is none. */
 const char *proxyccl_connection_error_text(const ProxycclConnection *connection);
-
-#endif
