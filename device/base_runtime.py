@@ -285,6 +285,13 @@ class BaseRuntime(Protocol):
         legacy_stream: the handle of the default stream that all threads share (CU_STREAM_LEGACY in CUDA); None if there
             is none.
         calls: the driver's calls, for callers in C.
+        orders_rdma_writes: whether a kernel that sees a word written by RDMA, in host or device memory, also sees all
+            earlier RDMA writes to the device's memory.
+        pci_address: the device's PCI address in the form of sysfs; None for a device without one.
+        loads_lazily: whether the driver may load a kernel only at its first launch. Loading blocks all other driver
+            calls of the process.
+        queue_limit: the environment setting that reduces the device's hardware queues, such as
+            ``CUDA_DEVICE_MAX_CONNECTIONS=1``; None if none is set.
     """
 
     name: str
@@ -294,6 +301,10 @@ class BaseRuntime(Protocol):
     thread_stream: int | None
     legacy_stream: int | None
     calls: DriverCalls
+    orders_rdma_writes: bool
+    pci_address: str | None = None
+    loads_lazily: bool = False
+    queue_limit: str | None = None
 
     def activate(self, *, for_proxy: bool = False) -> None:
         """Makes the device current on the calling thread. `for_proxy` says that the thread runs the engine."""
@@ -409,33 +420,9 @@ class BaseRuntime(Protocol):
         """
         return
 
-    @property
-    def pci_address(self) -> str | None:
-        """The device's PCI address in the form of sysfs; None for a device without one."""
-        return None
-
     def numa_node(self) -> int | None:
         """The NUMA node nearest to the device; None if unknown."""
         return None
-
-    @property
-    def loads_lazily(self) -> bool:
-        """Whether the driver may load a kernel only at its first launch. Loading blocks all other driver calls of the
-        process.
-        """
-        return False
-
-    @property
-    def queue_limit(self) -> str | None:
-        """The environment setting that reduces the device's hardware queues, such as ``CUDA_DEVICE_MAX_CONNECTIONS=1``;
-        None if none is set.
-        """
-        return None
-
-    @property
-    def orders_rdma_writes(self) -> bool:
-        """Whether a kernel that sees a word written by RDMA, in host or device memory, also sees all earlier RDMA
-        writes to the device's memory."""
 
     def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
         """Returns the file descriptor of a DMA-BUF that contains device memory, and the memory's offset in the DMA-BUF.

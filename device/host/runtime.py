@@ -62,6 +62,7 @@ class HostRuntime(Runtime):
     name = "host"
     thread_stream = None
     legacy_stream = None
+    orders_rdma_writes = True  # network adapters write host memory in order
     calls = DriverCalls(
         copy=_address("proxyccl_host_copy"),
         set=_address("proxyccl_host_set"),
@@ -185,11 +186,6 @@ class HostRuntime(Runtime):
 
     def adopt_pinned(self, descriptor: int, nbytes: int) -> SharedMemory:
         return SharedMemory.adopt(descriptor, nbytes)
-
-    @property
-    def orders_rdma_writes(self) -> bool:
-        """Returns True, because network adapters write host memory in order."""
-        return True
 
     def can_access_peer(self, device_id: str) -> bool:
         """Returns whether the other device is a host device of this machine."""
