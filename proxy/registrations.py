@@ -30,30 +30,21 @@ _PROBE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Registration:
-    """A range of memory that is registered with a network device.
+    """A range of memory that is registered with a network device."""
 
-    Attributes:
-        ptr: the range's address in this process.
-        nbytes: the range's size.
-        address: the address of the range's first byte in peers' requests. This address equals `ptr` unless the memory
-            is a DMA-BUF or the provider takes offsets instead of addresses.
-        key: key for peers' requests; memory that is registered with two adapters has the keys of both (`rail_key`).
-        local_key: key for this rank's own requests, likewise; 0 if libfabric's provider needs no key.
-        allocation: identifies the range's allocation among all others; None if the range stays registered only while in
-            use.
-        how: for RDMA, how the memory is registered: "host", "peer memory" (the device takes the GPU's address itself)
-            or "dma-buf".
-        region: pyverbs' memory region, or the address of a fid_mr.
-    """
-
-    ptr: int
-    nbytes: int
+    ptr: int  # the range's address in this process
+    nbytes: int  # the range's size
+    # The address of the range's first byte in peers' requests. This address equals `ptr` unless the memory is a DMA-BUF
+    # or the provider takes offsets instead of addresses.
     address: int
-    key: int
-    local_key: int
+    key: int  # key for peers' requests; memory that is registered with two adapters has the keys of both (`rail_key`)
+    local_key: int  # key for this rank's own requests, likewise; 0 if libfabric's provider needs no key
+    # Identifies the range's allocation among all others; None if the range stays registered only while in use.
     allocation: Hashable = None
+    # For RDMA, how the memory is registered: "host", "peer memory" (the device takes the GPU's address itself) or
+    # "dma-buf".
     how: str = ""
-    region: Any = field(default=None, compare=False, repr=False)
+    region: Any = field(default=None, compare=False, repr=False)  # pyverbs' memory region, or the address of a fid_mr
 
 
 def rail_key(keys: int, rail: int) -> int:

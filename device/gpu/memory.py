@@ -191,16 +191,12 @@ class _PinHolds:
 
 
 class _Pin(Struct, frozen=True):
-    """A range of pinned host memory.
-
-    Attributes:
-        addresses: an object that keeps the address range from being reused; None if the memory's owner does this.
-    """
+    """A range of pinned host memory."""
 
     driver: Driver
     start: int
     nbytes: int
-    addresses: object
+    addresses: object  # an object that keeps the address range from being reused; None if the memory's owner does this
 
     def unpin(self) -> None:
         """Unpins the memory, in the current context because the context that pinned the memory may be lost."""

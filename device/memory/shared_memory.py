@@ -33,16 +33,11 @@ kills the process when no page is left."""
 
 
 class _Origin(Struct, frozen=True):
-    """The process that exports a file, and the file's descriptor in that process.
+    """The process that exports a file, and the file's descriptor in that process."""
 
-    Attributes:
-        view: the process's `proc_view`, in which `pid` is valid.
-        token: the process's token (`forks.Process`).
-    """
-
-    view: int
+    view: int  # the process's `proc_view`, in which `pid` is valid
     pid: int
-    token: bytes
+    token: bytes  # the process's token (`forks.Process`)
     descriptor: int
 
     @classmethod
