@@ -151,15 +151,6 @@ class MemoryHandle:
         return token
 
 
-_Once = LeaseCache[Hashable, tuple[int, Callable[[int], None]]]
-"""A cache of driver actions that a process does once: for each, the result and the function that undoes the action."""
-
-
-def _undo(done: tuple[int, Callable[[int], None]]) -> None:
-    value, undo = done
-    undo(value)
-
-
 class _PinHolds:
     """Counts the holds on each device: while a device has a hold, its kernels may wait for this process.
 
@@ -224,7 +215,10 @@ class GpuMemoryRuntime(Runtime):
     _pinned: ClassVar[LeaseCache[Hashable, _Pin]] = LeaseCache(
         _Pin.unpin, keep=_MOST_KEPT_PINS, weigh=lambda pin: pin.nbytes, keep_weight=_MOST_KEPT_BYTES
     )
-    _imported: ClassVar[_Once] = LeaseCache(_undo)
+    # Mappings of other processes' memory: each has its address, and the driver's function that unmaps it.
+    _imported: ClassVar[LeaseCache[Hashable, tuple[int, Callable[[int], None]]]] = LeaseCache(
+        lambda mapping: mapping[1](mapping[0])
+    )
 
     def __init__(self, driver: Driver, device: int) -> None:
         count = driver.device_count()
