@@ -19,7 +19,7 @@ typedef enum { PUT, GET, VALUE, SIGNAL, FLUSH, RELEASE } OperationKind; /* only 
 typedef struct {
   OperationKind kind;
   uint64_t source, destination; /* addresses of a put's or get's bytes that are not issued yet; a signal's `destination`
-                                   is its word */
+                                   is its word, and `source` the word's value before the signal */
   uint64_t bytes;               /* number of bytes that are not issued yet; 0 for a signal */
   uint64_t source_host; /* for a put: the CPU's address of the source bytes that are not issued yet; 0 if the CPU may
                            not access the source */

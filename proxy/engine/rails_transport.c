@@ -498,16 +498,6 @@ static int rails_poll(ProxycclConnection *base, uint32_t *progress) {
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
-static int rails_signal(ProxycclConnection *base, uint64_t *remote, uint64_t value, uint64_t previous) {
-  RailsConnection *self = self_of(base);
-  Operation *operation = operations_push(&self->queue.operations, SIGNAL);
-  operation->destination = (uintptr_t)remote;
-  operation->bytes = 0;
-  operation->value = value;
-  operation->source = previous;
-  return issue(base);
-}
-
 /* Operations wait in the queue only while a part is outstanding. */
 static int rails_idle(const ProxycclConnection *base) {
   const RailsConnection *self = (const RailsConnection *)base;
@@ -585,7 +575,7 @@ const ProxycclTransport proxyccl_rails_transport = {
     .put = queued_put,
     .get = queued_get,
     .put_value = queued_put_value,
-    .signal = rails_signal,
+    .signal = queued_signal,
     .flush = queued_flush,
     .poll = rails_poll,
     .error_text = rails_error_text,
