@@ -141,15 +141,13 @@ class Ring:
             return [int(ticket) for ticket in tickets[parities == full_parity(tickets, self.size_log2)]]
 
         def decoded(tickets: list[int]) -> list[RingTrigger]:
-            return [self._decoded(ticket, *map(int, slots[ticket % self.size])) for ticket in tickets]
+            found = ((ticket, Trigger.decode(*map(int, slots[ticket % self.size]))) for ticket in tickets)
+            return [
+                RingTrigger(n, **{**asdict(each), "operation": operation_name(each.operation)}) for n, each in found
+            ]
 
         waiting, recent = held(taken, taken + self.size), held(max(0, taken - count), taken)
         return RingContents(self.size, taken, len(waiting), decoded(waiting[:count]), decoded(recent))
-
-    @staticmethod
-    def _decoded(ticket: int, word0: int, word1: int) -> RingTrigger:
-        trigger = Trigger.decode(word0, word1)
-        return RingTrigger(ticket, **{**asdict(trigger), "operation": operation_name(trigger.operation)})
 
     def close(self) -> None:
         """Frees the memory. Kernels and the proxy must no longer use the ring."""

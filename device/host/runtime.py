@@ -287,11 +287,8 @@ class HostRuntime(Runtime):
         if stream is None:
             lib.proxyccl_memmove(ffi.cast("void *", dst), ffi.cast("void *", src), nbytes)
         else:
-            self._queue_copy(dst, src, nbytes, stream)
-
-    def _queue_copy(self, dst: int, src: int, nbytes: int, stream: StreamLike) -> None:
-        handle = ffi.cast("void *", self.stream_handle(stream))
-        check_status(lib.proxyccl_host_copy(ffi.cast("void *", dst), ffi.cast("void *", src), nbytes, handle), "copy")
+            to, source, handle = (ffi.cast("void *", each) for each in (dst, src, self.stream_handle(stream)))
+            check_status(lib.proxyccl_host_copy(to, source, nbytes, handle), "copy")
 
     def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
         if stream is None:

@@ -61,7 +61,8 @@ def write(group: str, who: str, number: int, text: str) -> Path:
         file.write(text)
     unfinished.replace(path)
     if is_default:
-        _forget_oldest(where)
+        for old in reports_in(where)[:-KEPT]:
+            old.unlink(missing_ok=True)
     return path
 
 
@@ -78,8 +79,3 @@ def reports_in(where: Path) -> list[Path]:
             with contextlib.suppress(FileNotFoundError):  # another process may have removed the file
                 found.append((path.stat().st_mtime_ns, path))
     return [path for _, path in sorted(found)]
-
-
-def _forget_oldest(where: Path) -> None:
-    for path in reports_in(where)[:-KEPT]:
-        path.unlink(missing_ok=True)
