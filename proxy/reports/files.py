@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.process.private_directories import make_private, require_private
+from proxyccl.device.process.private_directories import open_private
 from proxyccl.device.process.user_directories import user_directory
 
 KEPT = 1000
@@ -49,10 +49,10 @@ def write(group: str, who: str, number: int, text: str) -> Path:
     where = directory().absolute()
     is_default = where == default_directory().absolute()
     if is_default:
-        make_private(where.parent)
+        os.close(open_private(where.parent, make=True))
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
     if is_default:
-        require_private(where)
+        os.close(open_private(where))
     path = where / f"{group}-{who}-{os.getpid()}-{number}.json"
     unfinished = path.with_suffix(".unfinished")
     # O_NOFOLLOW is needed, because other users may create links in a shared directory.
