@@ -65,9 +65,6 @@ class StreamOperations:
         operations: the operations, at least one.
         sleepers: the sleepers of the proxy that the operations notify, which are woken first; None without a proxy.
 
-    Attributes:
-        prepared: the ProxycclStreamOperations (stream_operations.h), for callers in C.
-
     Raises:
         ArgumentError: there is no operation, an address is not a multiple of 8, or a value is out of range.
     """
@@ -99,7 +96,7 @@ class StreamOperations:
         fields = [{"kind": kinds[type(word)], "address": word.ptr, "value": word.value} for word in words]
         self._words, self._steps = ffi.new("ProxycclStreamOperation[]", fields), ffi.new("ProxycclStreamStep[]", steps)
         calls = runtime.calls
-        self.prepared = ffi.new("ProxycclStreamOperations *")
+        self.prepared = ffi.new("ProxycclStreamOperations *")  # (stream_operations.h), for callers in C
         set_functions(ffi, self.prepared, calls, "batch", "write64", "wait64", "copy", "set", "is_capturing", "current")
         self.prepared.context = calls.context
         self.prepared.words, self.prepared.steps, self.prepared.count = self._words, self._steps, len(steps)

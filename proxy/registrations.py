@@ -186,12 +186,10 @@ class RemoteWriteTargets:
     may share a `RemoteWriteTargets`.
 
     A peer names a range by its key. The engine refuses a key that has been removed.
-
-    Attributes:
-        table: the ranges as an array for the engine. The array lives as long as this object.
     """
 
     def __init__(self) -> None:
+        # The ranges as an array for the engine. The array lives as long as this object.
         self.table: Any = ffi.new("ProxycclRemoteWriteTarget[]", lib.PROXYCCL_STAGED_WRITE_TARGETS)
         self._free = deque(range(lib.PROXYCCL_STAGED_WRITE_TARGETS))  # the free keys, in order of reuse
         self._lock = threading.Lock()
@@ -217,22 +215,16 @@ class RemoteWriteTargets:
 
 
 class RemoteDevice:
-    """A network device that was opened for one rank. The direct and the staged transport of a network share one
+    """A network device that was opened for the rank `setup`. The direct and the staged transport of a network share one
     `RemoteDevice`.
-
-    Attributes:
-        setup: the rank for which the device was opened.
-        options: the device's name and settings.
-        registrations: the memory that is registered with the device.
-        write_targets: the memory that peers' staged puts may write.
     """
 
-    options: RdmaOptions | FabricOptions
-    registrations: RegistrationCache
+    options: RdmaOptions | FabricOptions  # the device's name and settings
+    registrations: RegistrationCache  # the memory that is registered with the device
 
     def __init__(self, setup: RemoteSetup) -> None:
         self.setup = setup
-        self.write_targets = RemoteWriteTargets()
+        self.write_targets = RemoteWriteTargets()  # the memory that peers' staged puts may write
         self._homes = itertools.count(setup.local_rank)
 
     def next_home(self, rails: int) -> int:

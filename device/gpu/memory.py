@@ -201,11 +201,6 @@ class GpuMemoryRuntime(Runtime):
         driver: the vendor's driver.
         device: the device's number, among the devices that this process may use.
 
-    Attributes:
-        info: the driver's description of the device.
-        context: the device's context.
-        unused: the device's memory without references, which is freed when a call next waits for the device.
-
     Raises:
         RuntimeUnavailableError: this process sees no device.
         ArgumentError: there is no device of that number.
@@ -234,6 +229,7 @@ class GpuMemoryRuntime(Runtime):
         self.in_flight = InFlight(self)
         self.context = DeviceContext(driver, number)
         self.calls = replace(driver.calls(), context=self.context.handle)
+        # The device's memory without references, which is freed when a call next waits for the device.
         self.unused = UnusedMemory.on(driver.runtime, number)
         self._new = driver.allocate
 

@@ -62,14 +62,10 @@ class _LoadedModule:
     """A loaded image, which is unloaded when neither the runtime nor a kernel refers to the module.
 
     Unloading is deferred until the runtime next waits for the device, because the driver's call would wait too.
-
-    Attributes:
-        handle: the driver's handle.
-        symbols: the image's `symbols_in_namespace`.
     """
 
     def __init__(self, context: DeviceContext, image: bytes, unused: UnusedMemory) -> None:
-        self.handle: int = context.call(context.driver.load_module, image)
+        self.handle: int = context.call(context.driver.load_module, image)  # the driver's handle
         self.symbols = symbols_in_namespace(image)
         release = functools.partial(context.call, context.driver.release, "ModuleUnload", self.handle)
         self._finalizer = forks.finalizer(self, unused.append, release)
