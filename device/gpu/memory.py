@@ -94,22 +94,12 @@ class GpuPinnedMemory(GpuMemory):
 
     def __init__(self, ptr: int, shared: SharedMemory, unused: UnusedMemory, release: Callable[[], None]) -> None:
         super().__init__(ptr, shared.nbytes, unused.append, release)
-        self.shared = shared
-
-    @property
-    def host_ptr(self) -> int:
-        return self.shared.ptr
+        self.shared, self.host_ptr, self.descriptor = shared, shared.ptr, shared.descriptor
+        self.export = shared.export
 
     @property
     def handle(self) -> bytes:
         return self.shared.handle
-
-    def export(self, host_ptr: int, nbytes: int) -> bytes:
-        return self.shared.export(host_ptr, nbytes)
-
-    @property
-    def descriptor(self) -> int:
-        return self.shared.descriptor
 
 
 class MemoryHandle:

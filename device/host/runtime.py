@@ -47,6 +47,13 @@ def _address(name: str) -> int:
     return int(ffi.cast("uintptr_t", ffi.addressof(lib, name)))
 
 
+_CALLS = (
+    *("copy", "set", "write64", "write32", "event_record", "event_query", "launch", "allocate", "free"),
+    *("pointer_attribute", "add_helper", "remove_helper"),
+)
+"""The fields of `DriverCalls` that have the names of the host runtime's functions, without their prefix."""
+
+
 class HostRuntime(Runtime):
     """The CPU as a device.
 
@@ -64,22 +71,11 @@ class HostRuntime(Runtime):
     legacy_stream = None
     orders_rdma_writes = True  # network adapters write host memory in order
     calls = DriverCalls(
-        copy=_address("proxyccl_host_copy"),
-        set=_address("proxyccl_host_set"),
-        write64=_address("proxyccl_host_write64"),
-        write32=_address("proxyccl_host_write32"),
+        **{name: _address(f"proxyccl_host_{name}") for name in _CALLS},
         batch=_address("proxyccl_host_stream_operations"),
-        event_record=_address("proxyccl_host_event_record"),
-        event_query=_address("proxyccl_host_event_query"),
         wait_event=_address("proxyccl_host_stream_wait_event"),
-        launch=_address("proxyccl_host_launch"),
         synchronize=_address("proxyccl_host_stream_synchronize"),
-        allocate=_address("proxyccl_host_allocate"),
-        free=_address("proxyccl_host_free"),
-        pointer_attribute=_address("proxyccl_host_pointer_attribute"),
         buffer_id=lib.PROXYCCL_HOST_BUFFER_ID,
-        add_helper=_address("proxyccl_host_add_helper"),
-        remove_helper=_address("proxyccl_host_remove_helper"),
     )
     _allocations: ClassVar[weakref.WeakValueDictionary[int, SharedMemory]] = weakref.WeakValueDictionary()
     _allocations_lock: ClassVar[threading.Lock] = threading.Lock()

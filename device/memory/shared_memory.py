@@ -158,12 +158,8 @@ class SharedMemory:
     def __init__(self, mapping: _Mapping, offset: int, nbytes: int) -> None:
         self._mapping: _Mapping | None = mapping
         self.descriptor = mapping.descriptor
-        self.ptr = mapping.address + offset
+        self.ptr = self.host_ptr = mapping.address + offset
         self.nbytes = nbytes
-
-    @property
-    def host_ptr(self) -> int:
-        return self.ptr
 
     @property
     def handle(self) -> bytes:
