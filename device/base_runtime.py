@@ -23,13 +23,8 @@ or ``ptr``.
 class Memory(Protocol):
     """A piece of memory that a runtime allocated or opened. `close` frees the memory; a second call does nothing."""
 
-    @property
-    def ptr(self) -> int:
-        """Address for kernels and copies."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
+    ptr: int  # address for kernels and copies
+    nbytes: int
 
     @property
     def closed(self) -> bool:
@@ -42,9 +37,8 @@ class Memory(Protocol):
 class PinnedMemory(Memory, Protocol):
     """Memory that the CPU and the device can access, and that other processes of the node can map."""
 
-    @property
-    def host_ptr(self) -> int:
-        """Address for the CPU; `ptr` is the address for the device."""
+    host_ptr: int  # address for the CPU; `ptr` is the address for the device
+    descriptor: int  # the memory's file descriptor
 
     @property
     def handle(self) -> bytes:
@@ -52,10 +46,6 @@ class PinnedMemory(Memory, Protocol):
 
     def export(self, host_ptr: int, nbytes: int) -> bytes:
         """Returns a handle of the `nbytes` bytes at `host_ptr`, an address within this memory."""
-
-    @property
-    def descriptor(self) -> int:
-        """The file descriptor of the memory."""
 
 
 class Stream(Protocol):

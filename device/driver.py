@@ -58,9 +58,7 @@ class DeviceInfo(Struct, frozen=True):
 class Compiler(Protocol):
     """A vendor's run-time compiler. A compiler needs neither a device nor a driver."""
 
-    @property
-    def runtime(self) -> str:
-        """The runtime for which this compiler compiles: "cuda" or "hip"."""
+    runtime: str  # the runtime for which this compiler compiles: "cuda" or "hip"
 
     def version(self) -> str:
         """Returns the compiler's name and version."""
