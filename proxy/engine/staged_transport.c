@@ -781,15 +781,11 @@ static int staged_idle(const ProxycclConnection *base) {
          are_resting(self) && self->out->transport->idle(self->out) && self->in->transport->idle(self->in);
 }
 
-static void destroy_part(ProxycclConnection *part) {
-  if (part != NULL) part->transport->destroy(part);
-}
-
 static void staged_destroy(ProxycclConnection *base) {
   StagedConnection *self = self_of(base);
-  for (uint32_t i = 0; i < self->options.wire_count; ++i) destroy_part(self->wires[i].link);
-  destroy_part(self->out);
-  destroy_part(self->in);
+  for (uint32_t i = 0; i < self->options.wire_count; ++i) proxyccl_connection_destroy(self->wires[i].link);
+  proxyccl_connection_destroy(self->out);
+  proxyccl_connection_destroy(self->in);
   free(self);
 }
 

@@ -74,6 +74,7 @@ typedef struct ProxycclTransport {
   const char *(*error_text)(const ProxycclConnection *self);
   /* Returns 1 if nothing is outstanding. */
   int (*idle)(const ProxycclConnection *self);
+  /* Frees the connection and what it owns. The pointer is NULL if the connection owns nothing. */
   void (*destroy)(ProxycclConnection *self);
 } ProxycclTransport;
 
