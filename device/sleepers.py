@@ -15,7 +15,7 @@ class Sleepers:
     """The words by which a proxy's sleeping threads are woken. Threads may be added while other threads wake them."""
 
     def __init__(self) -> None:
-        self.pointer = ffi.new("ProxycclSleepers *")  # (waking.h)
+        self.pointer = ffi.new("ProxycclSleepers *")  # see waking.h
         self._memories: list[SharedMemory] = []  # kept mapped, because launches read the words
 
     def add(self, word: SharedMemory) -> None:

@@ -96,7 +96,7 @@ class StreamOperations:
         fields = [{"kind": kinds[type(word)], "address": word.ptr, "value": word.value} for word in words]
         self._words, self._steps = ffi.new("ProxycclStreamOperation[]", fields), ffi.new("ProxycclStreamStep[]", steps)
         calls = runtime.calls
-        self.prepared = ffi.new("ProxycclStreamOperations *")  # (stream_operations.h), for callers in C
+        self.prepared = ffi.new("ProxycclStreamOperations *")  # for callers in C (stream_operations.h)
         set_functions(ffi, self.prepared, calls, "batch", "write64", "wait64", "copy", "set", "is_capturing", "current")
         self.prepared.context = calls.context
         self.prepared.words, self.prepared.steps, self.prepared.count = self._words, self._steps, len(steps)
