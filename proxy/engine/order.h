@@ -48,6 +48,15 @@ static inline int failure_is_told(const ProxycclControl *control) {
   return abort_is_up(control) || __atomic_load_n(&control->failed_rank, __ATOMIC_ACQUIRE) != 0;
 }
 
+/* -- locks: the value is 1 while a thread holds the lock --- */
+
+/* Pairings turn and wire-turn, acquire: the thread sees what the last holder of the lock did. Returns 1 if the caller
+ * took the lock, or 0 if another thread holds the lock. */
+static inline int turn_taken(int *turn) { return __atomic_exchange_n(turn, 1, __ATOMIC_ACQUIRE) == 0; }
+
+/* Pairings turn and wire-turn, release. */
+static inline void turn_give(int *turn) { __atomic_store_n(turn, 0, __ATOMIC_RELEASE); }
+
 /* -- lists that grow while a worker runs --- */
 
 /* Pairing worker-list, release: the new entry is stored before the number of entries. Only one thread at a time adds
