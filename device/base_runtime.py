@@ -23,13 +23,8 @@ or ``ptr``.
 class Memory(Protocol):
     """A piece of memory that a runtime allocated or opened. `close` frees the memory; a second call does nothing."""
 
-    @property
-    def ptr(self) -> int:
-        """Address for kernels and copies."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
+    ptr: int  # address for kernels and copies
+    nbytes: int
 
     @property
     def closed(self) -> bool:
@@ -42,9 +37,8 @@ class Memory(Protocol):
 class PinnedMemory(Memory, Protocol):
     """Memory that the CPU and the device can access, and that other processes of the node can map."""
 
-    @property
-    def host_ptr(self) -> int:
-        """Address for the CPU; `ptr` is the address for the device."""
+    host_ptr: int  # address for the CPU; `ptr` is the address for the device
+    descriptor: int  # the memory's file descriptor
 
     @property
     def handle(self) -> bytes:
@@ -52,10 +46,6 @@ class PinnedMemory(Memory, Protocol):
 
     def export(self, host_ptr: int, nbytes: int) -> bytes:
         """Returns a handle of the `nbytes` bytes at `host_ptr`, an address within this memory."""
-
-    @property
-    def descriptor(self) -> int:
-        """The file descriptor of the memory."""
 
 
 class Stream(Protocol):
@@ -102,90 +92,52 @@ class DriverCalls(Struct, frozen=True):
     """Addresses of the driver's calls, for callers in C: the proxy's engine, launches and operations of streams.
 
     An address is 0 if the driver lacks the call, or if callers need not make it.
-
-    Attributes:
-        copy: copies between addresses of the device.
-        copy_many: makes several copies in one call.
-        set: sets bytes.
-        write64, write32: make a stream write a word.
-        wait64: makes a stream wait for a word; not 0 if `batch` is 0.
-        batch: queues several operations, each a write of a word or a wait for a word, in one call.
-        event_record: records an event on a stream.
-        event_query: tells whether an event was reached.
-        wait_event: makes a stream wait for an event.
-        launch: launches a kernel, with cuLaunchKernel's signature.
-        synchronize: waits for a stream; 0 if a call without a stream may return before its work is done.
-        current: stores the calling thread's current context.
-        make_current: makes a context current on the calling thread.
-        context: the context that this runtime's kernels, streams and memory belong to.
-        is_capturing: whether a stream is being captured.
-        exchange_capture_mode: exchanges the thread's capture mode.
-        relaxed: the capture mode that allows allocations and event queries.
-        allocate: allocates device memory without flags; 0 if the runtime's allocations need flags.
-        allocate_with_flags: allocates device memory with `flags`; 0 if `allocate` is not 0.
-        flags: the flags for `allocate_with_flags`.
-        free: frees memory, after it has waited for the device.
-        pointer_attribute: returns an attribute of an address.
-        buffer_id: CU_POINTER_ATTRIBUTE_BUFFER_ID or its counterpart, which gives the number of the address's
-            allocation.
-        add_helper, remove_helper: register and unregister functions that waiting kernels call (host/runtime.h); 0 on
-            GPUs.
     """
 
-    copy: int = 0
-    copy_many: int = 0
-    set: int = 0
-    write64: int = 0
-    write32: int = 0
-    wait64: int = 0
-    batch: int = 0
-    event_record: int = 0
-    event_query: int = 0
-    wait_event: int = 0
-    launch: int = 0
-    synchronize: int = 0
-    current: int = 0
-    make_current: int = 0
-    context: int = 0
-    is_capturing: int = 0
-    exchange_capture_mode: int = 0
-    relaxed: int = 0
-    allocate: int = 0
-    allocate_with_flags: int = 0
-    flags: int = 0
-    free: int = 0
-    pointer_attribute: int = 0
+    copy: int = 0  # copies between addresses of the device
+    copy_many: int = 0  # makes several copies in one call
+    set: int = 0  # sets bytes
+    write64: int = 0  # makes a stream write a word of 8 bytes
+    write32: int = 0  # makes a stream write a word of 4 bytes
+    wait64: int = 0  # makes a stream wait for a word; not 0 if `batch` is 0
+    batch: int = 0  # queues several operations, each a write of a word or a wait for a word, in one call
+    event_record: int = 0  # records an event on a stream
+    event_query: int = 0  # tells whether an event was reached
+    wait_event: int = 0  # makes a stream wait for an event
+    launch: int = 0  # launches a kernel, with cuLaunchKernel's signature
+    synchronize: int = 0  # waits for a stream; 0 if a call without a stream may return before its work is done
+    current: int = 0  # stores the calling thread's current context
+    make_current: int = 0  # makes a context current on the calling thread
+    context: int = 0  # the context that this runtime's kernels, streams and memory belong to
+    is_capturing: int = 0  # whether a stream is being captured
+    exchange_capture_mode: int = 0  # exchanges the thread's capture mode
+    relaxed: int = 0  # the capture mode that allows allocations and event queries
+    allocate: int = 0  # allocates device memory without flags; 0 if the runtime's allocations need flags
+    allocate_with_flags: int = 0  # allocates device memory with `flags`; 0 if `allocate` is not 0
+    flags: int = 0  # the flags for `allocate_with_flags`
+    free: int = 0  # frees memory, after it has waited for the device
+    pointer_attribute: int = 0  # returns an attribute of an address
+    # CU_POINTER_ATTRIBUTE_BUFFER_ID or its counterpart, which gives the number of the address's allocation.
     buffer_id: int = 0
-    add_helper: int = 0
-    remove_helper: int = 0
+    add_helper: int = 0  # registers a function that waiting kernels call (host/runtime.h); 0 on GPUs
+    remove_helper: int = 0  # unregisters such a function
 
 
 class StreamEvents(Struct, frozen=True):
-    """The driver's calls and unused events with which C code orders a device's streams.
+    """The driver's calls and unused events with which C code orders a device's streams."""
 
-    Attributes:
-        order: address of a ProxycclStreamOrder (stream_order.h).
-        take: takes an unused event and returns the event's handle.
-        give: takes back an event from `take`, given its handle.
-    """
-
-    order: int
-    take: Callable[[], int]
-    give: Callable[[int], object]
+    order: int  # address of a ProxycclStreamOrder (stream_order.h)
+    take: Callable[[], int]  # takes an unused event and returns the event's handle
+    give: Callable[[int], object]  # takes back an event from `take`, given its handle
 
 
 class Allocation(NamedTuple):
-    """An allocation that contains a part of a range.
+    """An allocation that contains a part of a range."""
 
-    Attributes:
-        ptr: an address in the allocation and in the range.
-        number: the allocation's number. In a process no two allocations ever have the same number.
-        word: a C pointer to the word in which `Blocks` keep the number of memory that can be suspended; None for other
-            memory.
-    """
-
-    ptr: int
+    ptr: int  # an address in the allocation and in the range
+    # The allocation's number. In a process no two allocations ever have the same number.
     number: int
+    # A C pointer to the word in which `Blocks` keep the number of memory that can be suspended; None for other memory.
     word: Any = None
 
 
@@ -194,82 +146,60 @@ Allocations = tuple[Allocation, ...]
 
 
 class LaunchDefaults(Struct, frozen=True):
-    """Default sizes of launches, and thresholds between kernels and schedules, for a device.
+    """Default sizes of launches, and thresholds between kernels and schedules, for a device."""
 
-    Attributes:
-        threads: threads per block of the shipped kernels.
-        blocks: most blocks that a shipped collective uses.
-        efficient_blocks: replaces `blocks` under the policy `efficiency`, which trades some speed for fewer
-            multiprocessors.
-        copy_blocks: most blocks that a proxied collective uses.
-        small_threads: threads per block of a `PROXYCCL_SMALL_KERNEL`, the kernel of a reduction whose data the proxy
-            moves.
-        small_blocks: most blocks of a `PROXYCCL_SMALL_KERNEL`.
-        small_bytes: least bytes of each rank's data per block of a `PROXYCCL_SMALL_KERNEL`.
-        awaits_data: whether the kernel of a short reduction by proxy is launched before the other ranks' data has
-            arrived, and waits for the data itself.
-        bytes_per_block: bytes of a rank's contribution for which a collective launches one block.
-        data_bytes: bytes, from all other ranks together, that a rank receives per round, or piece of a reduction
-            (team.h).
-        result_bytes: bytes, from all other ranks together, that a rank receives as results of a piece.
-        flow_bytes: bytes of all slots in which a rank receives transfers (flows.h).
-        meeting_bytes: least bytes of a share for which ranks exchange the addresses of their outputs before sending.
-        offered_bytes: most bytes of an in-place all_reduce in which each rank loads the other ranks' inputs directly.
-        proxied_kernel_bytes: longest share, in bytes, that a kernel sends through the proxy to ranks of other nodes by
-            default. Schedules send longer shares, without staging. 0: kernels send none.
-        pinned_kernel_bytes: most bytes that a kernel sends through pinned memory to ranks of other nodes by default, if
-            the transports to all remote ranks stage data. 0: none.
-        packet_threads: packets for which a packet kernel launches one block. For more than packet_blocks *
-            packet_threads packets, blocks get more threads, up to `threads`.
-        packet_blocks: most blocks of a packet kernel.
-        pair_packet_blocks: most blocks of a packet kernel between two ranks.
-        packet_move_bytes: most bytes that a rank sends, to all others together, as packets in an all_gather or
-            all_to_all. 0: packets are not used.
-        line_bytes: least bytes from one rank to another that are sent as lines (lines.h) instead of packets, if all
-            links carry whole lines. 0: lines are not used.
-        line_blocks: most blocks of a kernel that sends lines.
-        line_move_bytes: replaces packet_move_bytes if all links carry whole lines.
-        row_blocks: blocks per cluster in a kernel that sends lines and normalizes rows; a cluster handles one row at a
-            time; 1 without clusters.
-        pinned_bytes: most bytes that a schedule moves through pinned memory instead of by copy engine, which starts
-            more slowly. 0: none.
-        staged_pinned_bytes: most bytes per peer that a schedule moves through pinned memory, if the transports to all
-            remote ranks stage data.
-        own_box_bytes: most bytes, per peer, that a schedule's stream copies within the device by two copies through a
-            peer's memory. Copy engines make the two copies; the driver makes a direct copy by a kernel, which may wait
-            for a multiprocessor. 0: none.
-        one_crossing_bytes: most bytes that a rank receives, from all others together, in a reduction by proxy that
-            sends all data to all ranks in one step. A larger reduction takes two steps: each rank reduces one share,
-            then sends the result to all.
-    """
-
-    threads: int
-    blocks: int
+    threads: int  # threads per block of the shipped kernels
+    blocks: int  # most blocks that a shipped collective uses
+    # Replaces `blocks` under the policy `efficiency`, which trades some speed for fewer multiprocessors.
     efficient_blocks: int
-    copy_blocks: int
+    copy_blocks: int  # most blocks that a proxied collective uses
+    # Threads per block of a `PROXYCCL_SMALL_KERNEL`, the kernel of a reduction whose data the proxy moves.
     small_threads: int
-    small_blocks: int
-    small_bytes: int
+    small_blocks: int  # most blocks of a `PROXYCCL_SMALL_KERNEL`
+    small_bytes: int  # least bytes of each rank's data per block of a `PROXYCCL_SMALL_KERNEL`
+    # Whether the kernel of a short reduction by proxy is launched before the other ranks' data has arrived, and waits
+    # for the data itself.
     awaits_data: bool
-    bytes_per_block: int
+    bytes_per_block: int  # bytes of a rank's contribution for which a collective launches one block
+    # Bytes, from all other ranks together, that a rank receives per round, or piece of a reduction (team.h).
     data_bytes: int
-    result_bytes: int
-    flow_bytes: int
-    meeting_bytes: int
-    offered_bytes: int
+    result_bytes: int  # bytes, from all other ranks together, that a rank receives as results of a piece
+    flow_bytes: int  # bytes of all slots in which a rank receives transfers (flows.h)
+    meeting_bytes: int  # least bytes of a share for which ranks exchange the addresses of their outputs before sending
+    offered_bytes: int  # most bytes of an in-place all_reduce in which each rank loads the other ranks' inputs directly
+    # Longest share, in bytes, that a kernel sends through the proxy to ranks of other nodes by default. Schedules send
+    # longer shares, without staging. 0: kernels send none.
     proxied_kernel_bytes: int
+    # Most bytes that a kernel sends through pinned memory to ranks of other nodes by default, if the transports to all
+    # remote ranks stage data. 0: none.
     pinned_kernel_bytes: int
+    # Packets for which a packet kernel launches one block. For more than packet_blocks * packet_threads packets, blocks
+    # get more threads, up to `threads`.
     packet_threads: int
-    packet_blocks: int
-    pair_packet_blocks: int
+    packet_blocks: int  # most blocks of a packet kernel
+    pair_packet_blocks: int  # most blocks of a packet kernel between two ranks
+    # Most bytes that a rank sends, to all others together, as packets in an all_gather or all_to_all. 0: packets are
+    # not used.
     packet_move_bytes: int
+    # Least bytes from one rank to another that are sent as lines (lines.h) instead of packets, if all links carry whole
+    # lines. 0: lines are not used.
     line_bytes: int
-    line_blocks: int
-    line_move_bytes: int
+    line_blocks: int  # most blocks of a kernel that sends lines
+    line_move_bytes: int  # replaces packet_move_bytes if all links carry whole lines
+    # Blocks per cluster in a kernel that sends lines and normalizes rows; a cluster handles one row at a time; 1
+    # without clusters.
     row_blocks: int
+    # Most bytes that a schedule moves through pinned memory instead of by copy engine, which starts more slowly. 0:
+    # none.
     pinned_bytes: int
+    # Most bytes per peer that a schedule moves through pinned memory, if the transports to all remote ranks stage data.
     staged_pinned_bytes: int
+    # Most bytes, per peer, that a schedule's stream copies within the device by two copies through a peer's memory.
+    # Copy engines make the two copies; the driver makes a direct copy by a kernel, which may wait for a multiprocessor.
+    # 0: none.
     own_box_bytes: int
+    # Most bytes that a rank receives, from all others together, in a reduction by proxy that sends all data to all
+    # ranks in one step. A larger reduction takes two steps: each rank reduces one share, then sends the result to all.
     one_crossing_bytes: int
 
 
@@ -285,6 +215,13 @@ class BaseRuntime(Protocol):
         legacy_stream: the handle of the default stream that all threads share (CU_STREAM_LEGACY in CUDA); None if there
             is none.
         calls: the driver's calls, for callers in C.
+        orders_rdma_writes: whether a kernel that sees a word written by RDMA, in host or device memory, also sees all
+            earlier RDMA writes to the device's memory.
+        pci_address: the device's PCI address in the form of sysfs; None for a device without one.
+        loads_lazily: whether the driver may load a kernel only at its first launch. Loading blocks all other driver
+            calls of the process.
+        queue_limit: the environment setting that reduces the device's hardware queues, such as
+            ``CUDA_DEVICE_MAX_CONNECTIONS=1``; None if none is set.
     """
 
     name: str
@@ -294,6 +231,10 @@ class BaseRuntime(Protocol):
     thread_stream: int | None
     legacy_stream: int | None
     calls: DriverCalls
+    orders_rdma_writes: bool
+    pci_address: str | None = None
+    loads_lazily: bool = False
+    queue_limit: str | None = None
 
     def activate(self, *, for_proxy: bool = False) -> None:
         """Makes the device current on the calling thread. `for_proxy` says that the thread runs the engine."""
@@ -409,33 +350,9 @@ class BaseRuntime(Protocol):
         """
         return
 
-    @property
-    def pci_address(self) -> str | None:
-        """The device's PCI address in the form of sysfs; None for a device without one."""
-        return None
-
     def numa_node(self) -> int | None:
         """The NUMA node nearest to the device; None if unknown."""
         return None
-
-    @property
-    def loads_lazily(self) -> bool:
-        """Whether the driver may load a kernel only at its first launch. Loading blocks all other driver calls of the
-        process.
-        """
-        return False
-
-    @property
-    def queue_limit(self) -> str | None:
-        """The environment setting that reduces the device's hardware queues, such as ``CUDA_DEVICE_MAX_CONNECTIONS=1``;
-        None if none is set.
-        """
-        return None
-
-    @property
-    def orders_rdma_writes(self) -> bool:
-        """Whether a kernel that sees a word written by RDMA, in host or device memory, also sees all earlier RDMA
-        writes to the device's memory."""
 
     def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
         """Returns the file descriptor of a DMA-BUF that contains device memory, and the memory's offset in the DMA-BUF.

@@ -44,33 +44,21 @@ _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 
 
 class DeviceInfo(Struct, frozen=True):
-    """A driver's description of a device.
+    """A driver's description of a device."""
 
-    Attributes:
-        name: the vendor's name of the device's model.
-        device_id: identifies the physical device, by the same text in every process of the machine.
-        architecture: the architecture's name in compiler options, such as "sm_90" or "gfx942".
-        multiprocessors: the number of SMs or compute units.
-        memory_bytes: size of the device's memory.
-        pci_address: the PCI address in the form of sysfs: "0000:3b:00.0".
-        orders_rdma_writes: see `BaseRuntime.orders_rdma_writes`.
-    """
-
-    name: str
-    device_id: str
-    architecture: str
-    multiprocessors: int
-    memory_bytes: int
-    pci_address: str
-    orders_rdma_writes: bool
+    name: str  # the vendor's name of the device's model
+    device_id: str  # identifies the physical device, by the same text in every process of the machine
+    architecture: str  # the architecture's name in compiler options, such as "sm_90" or "gfx942"
+    multiprocessors: int  # the number of SMs or compute units
+    memory_bytes: int  # size of the device's memory
+    pci_address: str  # the PCI address in the form of sysfs: "0000:3b:00.0"
+    orders_rdma_writes: bool  # see `BaseRuntime.orders_rdma_writes`
 
 
 class Compiler(Protocol):
     """A vendor's run-time compiler. A compiler needs neither a device nor a driver."""
 
-    @property
-    def runtime(self) -> str:
-        """The runtime for which this compiler compiles: "cuda" or "hip"."""
+    runtime: str  # the runtime for which this compiler compiles: "cuda" or "hip"
 
     def version(self) -> str:
         """Returns the compiler's name and version."""

@@ -28,12 +28,9 @@ class Owned:
 
 
 class OwnedStream(Owned):
-    """A stream that refuses use after it was closed.
+    """A stream that refuses use after it was closed."""
 
-    Attributes:
-        end: after `close`, an event recorded after the stream's last work; None if the work was done before.
-    """
-
+    # After `close`, an event recorded after the stream's last work; None if the work was done before.
     end: Event | None = None
 
     def _require_open(self) -> None:

@@ -12,14 +12,10 @@ MOST_SLEEPERS: int = lib.PROXYCCL_MOST_SLEEPERS
 
 
 class Sleepers:
-    """The words by which a proxy's sleeping threads are woken. Threads may be added while other threads wake them.
-
-    Attributes:
-        pointer: the ProxycclSleepers (waking.h).
-    """
+    """The words by which a proxy's sleeping threads are woken. Threads may be added while other threads wake them."""
 
     def __init__(self) -> None:
-        self.pointer = ffi.new("ProxycclSleepers *")
+        self.pointer = ffi.new("ProxycclSleepers *")  # see waking.h
         self._memories: list[SharedMemory] = []  # kept mapped, because launches read the words
 
     def add(self, word: SharedMemory) -> None:
@@ -30,17 +26,13 @@ class Sleepers:
 
 
 class ProxiedStruct(bytes):
-    """The bytes of a kernel's struct argument, with what a launch must know about the struct.
+    """The bytes of a kernel's struct argument, with what a launch must know about the struct."""
 
-    Attributes:
-        sleepers: the sleepers of the proxy of the struct's channels; None if the struct has no ProxyChannels.
-        pointers: the offsets, in bytes, of pointers to a call's arrays.
-        peers_words: offset in the struct, in bytes, of a table with one address per rank: the address at which that
-            rank's kernels access a call's output. None if there is no table, or if the call leaves the table null.
-    """
-
+    # The sleepers of the proxy of the struct's channels; None if the struct has no ProxyChannels.
     sleepers: Sleepers | None = None
-    pointers: tuple[int, ...] = ()
+    pointers: tuple[int, ...] = ()  # the offsets, in bytes, of pointers to a call's arrays
+    # Offset in the struct, in bytes, of a table with one address per rank: the address at which that rank's kernels
+    # access a call's output. None if there is no table, or if the call leaves the table null.
     peers_words: int | None = None
 
     @classmethod

@@ -20,52 +20,33 @@ _VALUES = range(1 << 63)
 
 
 class WriteValue(Struct, frozen=True):
-    """Makes a stream store a value in a word, after all earlier work of the stream.
+    """Makes a stream store a value in a word, after all earlier work of the stream."""
 
-    Attributes:
-        ptr: the device's address of a word of 8 bytes, aligned to 8.
-        value: from 0 to 2**63 - 1.
-    """
-
-    ptr: int
-    value: int
+    ptr: int  # the device's address of a word of 8 bytes, aligned to 8
+    value: int  # from 0 to 2**63 - 1
 
 
 class WaitValue(Struct, frozen=True):
-    """Makes a stream wait, without a time limit, until a word is at least `value`.
+    """Makes a stream wait, without a time limit, until a word is at least `value`."""
 
-    Attributes:
-        ptr: the device's address of a word of 8 bytes, aligned to 8.
-        value: from 0 to 2**63 - 1.
-    """
-
-    ptr: int
-    value: int
+    ptr: int  # the device's address of a word of 8 bytes, aligned to 8
+    value: int  # from 0 to 2**63 - 1
 
 
 class CopyBytes(Struct, frozen=True):
-    """Copies, after all earlier work of the stream.
+    """Copies, after all earlier work of the stream."""
 
-    Attributes:
-        dst, src: the device's addresses. If the two are equal, nothing is copied.
-        nbytes: may be 0.
-    """
-
+    # The device's addresses. If the two are equal, nothing is copied.
     dst: int
     src: int
-    nbytes: int
+    nbytes: int  # may be 0
 
 
 class SetBits(Struct, frozen=True):
-    """Sets all bits of memory, after all earlier work of the stream.
+    """Sets all bits of memory, after all earlier work of the stream."""
 
-    Attributes:
-        dst: the device's address.
-        nbytes: may be 0.
-    """
-
-    dst: int
-    nbytes: int
+    dst: int  # the device's address
+    nbytes: int  # may be 0
 
 
 Operation = WriteValue | WaitValue | CopyBytes | SetBits | Launch
@@ -83,9 +64,6 @@ class StreamOperations:
         runtime: the runtime of the streams.
         operations: the operations, at least one.
         sleepers: the sleepers of the proxy that the operations notify, which are woken first; None without a proxy.
-
-    Attributes:
-        prepared: the ProxycclStreamOperations (stream_operations.h), for callers in C.
 
     Raises:
         ArgumentError: there is no operation, an address is not a multiple of 8, or a value is out of range.
@@ -118,7 +96,7 @@ class StreamOperations:
         fields = [{"kind": kinds[type(word)], "address": word.ptr, "value": word.value} for word in words]
         self._words, self._steps = ffi.new("ProxycclStreamOperation[]", fields), ffi.new("ProxycclStreamStep[]", steps)
         calls = runtime.calls
-        self.prepared = ffi.new("ProxycclStreamOperations *")
+        self.prepared = ffi.new("ProxycclStreamOperations *")  # for callers in C (stream_operations.h)
         set_functions(ffi, self.prepared, calls, "batch", "write64", "wait64", "copy", "set", "is_capturing", "current")
         self.prepared.context = calls.context
         self.prepared.words, self.prepared.steps, self.prepared.count = self._words, self._steps, len(steps)

@@ -13,8 +13,9 @@ type ``bytes`` are encoded in base64. Integers have 64 bits: from -2^63 to 2^64 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Generic, TypeVar, overload
 
 import msgspec
@@ -198,10 +199,15 @@ def _describe(what: str, value: Any, expected: inspect.Type, last: list[str], *,
     if what.startswith("Object missing required field"):
         return f"field {_quoted(what)} is missing"
     if what.startswith("Object contains unknown field"):
-        return f"unknown field {_quoted(what)}; expected {', '.join(_field_names(value, expected))}"
+        chosen = _variant(value, _structs(expected))
+        names = [field.encode_name for field in chosen.fields] if chosen is not None else []
+        return f"unknown field {_quoted(what)}; expected {', '.join(names)}"
     if what.startswith(("Invalid value", "Invalid enum value")):
-        choices = _tags(last, expected) or _literals(expected)
-        return f"unknown value {_show(value)}; expected {_one_of(choices)}"
+        tags = [struct.tag for struct in _structs(expected) if [struct.tag_field] == last and struct.tag is not None]
+        literals = (option.values for option in _options(expected) if isinstance(option, inspect.LiteralType))
+        choices = list(map(str, tags or itertools.chain(*literals)))
+        one_of = "one of " if len(choices) > 1 else ""
+        return f"unknown value {_show(value)}; expected {one_of}{', '.join(choices)}"
     if what.startswith("Expected"):
         wanted = re.sub(r", got `.*`$", "", what).replace("`", "").removeprefix("Expected ")
         return f"expected {wanted}{' as a key' if is_key else ''}, got {_show(value)}"
@@ -246,25 +252,6 @@ def _variant(value: dict[str, Any], structs: list[inspect.StructType]) -> inspec
     if len(structs) == 1:
         return structs[0]
     return next((struct for struct in structs if value.get(struct.tag_field or "") == struct.tag), None)
-
-
-def _field_names(value: Any, expected: inspect.Type) -> list[str]:
-    chosen = _variant(value, _structs(expected))
-    return [field.encode_name for field in chosen.fields] if chosen is not None else []
-
-
-def _tags(last: list[str], expected: inspect.Type) -> list[str | int]:
-    return [struct.tag for struct in _structs(expected) if [struct.tag_field] == last and struct.tag is not None]
-
-
-def _literals(expected: inspect.Type) -> list[Any]:
-    return [
-        value for option in _options(expected) if isinstance(option, inspect.LiteralType) for value in option.values
-    ]
-
-
-def _one_of(choices: Sequence[object]) -> str:
-    return f"{'one of ' if len(choices) > 1 else ''}{', '.join(map(str, choices))}"
 
 
 def _prefix(path: str) -> str:

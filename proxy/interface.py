@@ -22,40 +22,25 @@ open.
 class Connection(Message, frozen=True):
     """A connection to one peer. One worker serves the connection and all its channels, so the state of connection and
     channels needs no lock.
-
-    Attributes:
-        number: the connection's number in the proxy, from 0.
-        worker: number of the worker that serves the connection.
-        peer: the rank at the other end; None if unknown.
-        transport: the transport's name.
-        private: whether the connection's channels copy from memory that only the caller's process can access.
     """
 
-    number: Uint64
-    worker: Uint64
-    peer: Uint64 | None
-    transport: str
+    number: Uint64  # the connection's number in the proxy, from 0
+    worker: Uint64  # number of the worker that serves the connection
+    peer: Uint64 | None  # the rank at the other end; None if unknown
+    transport: str  # the transport's name
+    # Whether the connection's channels copy from memory that only the caller's process can access.
     private: bool = False
 
 
 class ChannelCounters(Message, frozen=True, kw_only=True):
-    """A proxy's counters of one channel.
+    """A proxy's counters of one channel."""
 
-    Attributes:
-        triggers: number of triggers, of all operations, that the proxy acted on.
-        puts: number of triggers that put data, plus schedules' sends that carried data.
-        bytes: number of bytes that the puts and gets moved.
-        signals: number of triggers that signalled, plus schedules' sends, which always signal.
-        flushes: number of triggers that flushed.
-        gets: number of triggers that got data.
-    """
-
-    triggers: int = 0
-    puts: int = 0
-    bytes: int = 0
-    signals: int = 0
-    flushes: int = 0
-    gets: int = 0
+    triggers: int = 0  # number of triggers, of all operations, that the proxy acted on
+    puts: int = 0  # number of triggers that put data, plus schedules' sends that carried data
+    bytes: int = 0  # number of bytes that the puts and gets moved
+    signals: int = 0  # number of triggers that signalled, plus schedules' sends, which always signal
+    flushes: int = 0  # number of triggers that flushed
+    gets: int = 0  # number of triggers that got data
 
     @classmethod
     def of(cls, counters: Any, **others: Any) -> Self:
@@ -65,31 +50,20 @@ class ChannelCounters(Message, frozen=True, kw_only=True):
 
 
 class ProxyFailure(Message, frozen=True):
-    """The error that ended a worker.
+    """The error that ended a worker."""
 
-    Attributes:
-        code: a ProxycclErrorCode (control.h).
-        channel: id of the channel on which the error occurred; None if no channel is concerned.
-        words: the two words of the trigger that failed; None if no trigger failed.
-        status: status of the transport or the driver; 0 if neither failed.
-        reason: the error in words.
-        exception: the exception that a handler or thread raised, or None.
-        peer: the peer of the connection that failed, or of the failed trigger's connection; None without a connection.
-        schedule: number of the schedule that failed; 0 if no schedule failed.
-        offset: the trigger's offset in the source or destination, if this memory caused the trigger's refusal.
-        wait: after a time-out, the kind of wait: a ProxycclWaitKind (control.h).
-    """
-
-    code: Uint32
-    channel: Uint64 | None
-    words: tuple[Uint64, Uint64] | None
+    code: Uint32  # a ProxycclErrorCode (control.h)
+    channel: Uint64 | None  # id of the channel on which the error occurred; None if no channel is concerned
+    words: tuple[Uint64, Uint64] | None  # the two words of the trigger that failed; None if no trigger failed
+    # Status of the transport or the driver; 0 if neither failed.
     status: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-    reason: str
-    exception: BaseException | None = None
+    reason: str  # the error in words
+    exception: BaseException | None = None  # the exception that a handler or thread raised, or None
+    # The peer of the connection that failed, or of the failed trigger's connection; None without a connection.
     peer: Uint64 | None = None
-    schedule: Uint32 = 0
-    wait: Uint32 = 0
-    offset: Uint64 = 0
+    schedule: Uint32 = 0  # number of the schedule that failed; 0 if no schedule failed
+    wait: Uint32 = 0  # after a time-out, the kind of wait: a ProxycclWaitKind (control.h)
+    offset: Uint64 = 0  # the trigger's offset in the source or destination, if this memory caused the trigger's refusal
 
     @property
     def trigger(self) -> Trigger | None:
@@ -98,11 +72,7 @@ class ProxyFailure(Message, frozen=True):
 
 
 class EndpointWire(Message, frozen=True):
-    """A link of a connection in addition to the connection's first link.
-
-    Attributes:
-        endpoint, rkey, area: see `EndpointInfo`.
-    """
+    """A link of a connection in addition to the connection's first link. See `EndpointInfo` for the fields."""
 
     endpoint: bytes
     rkey: Uint64
@@ -110,23 +80,15 @@ class EndpointWire(Message, frozen=True):
 
 
 class EndpointInfo(Message, frozen=True):
-    """A message that tells a peer how to connect to this rank's endpoint.
+    """A message that tells a peer how to connect to this rank's endpoint."""
 
-    Attributes:
-        endpoint: the endpoint's address, encoded by its transport (for a queue pair an `EndpointAddress`).
-        segment: address of the rank's control segment in requests of the peer's device.
-        rkey: remote key of the control segment or, if data is staged, of the staging area.
-        area: address of the staging area in requests of the peer's device.
-        ring_bytes: bytes of each ring in the staging area; 0 if data is not staged.
-        more: the rank's additional links, over other adapters or for staged data; the connection uses as many links as
-            both ranks offer.
-    """
-
-    endpoint: bytes
-    segment: Uint64
-    rkey: Uint64
-    area: Uint64 = 0
-    ring_bytes: Uint64 = 0
+    endpoint: bytes  # the endpoint's address, encoded by its transport (for a queue pair an `EndpointAddress`)
+    segment: Uint64  # address of the rank's control segment in requests of the peer's device
+    rkey: Uint64  # remote key of the control segment or, if data is staged, of the staging area
+    area: Uint64 = 0  # address of the staging area in requests of the peer's device
+    ring_bytes: Uint64 = 0  # bytes of each ring in the staging area; 0 if data is not staged
+    # The rank's additional links, over other adapters or for staged data; the connection uses as many links as both
+    # ranks offer.
     more: tuple[EndpointWire, ...] = ()
 
     def wires(self) -> list[EndpointInfo]:
@@ -136,20 +98,11 @@ class EndpointInfo(Message, frozen=True):
 
 
 class ExposedMemory(Message, frozen=True):
-    """Memory of this rank that peers access by one transport; made by `ServiceRemote.expose`.
+    """Memory of this rank that peers access by one transport; made by `ServiceRemote.expose`."""
 
-    Attributes:
-        transport: the transport's name.
-        address: address of the memory's first byte in peers' requests.
-        key: key of the memory in peers' requests: a remote key, or the number of a target.
-        local_key: key of the memory in this rank's requests; 0 if data is staged.
-        copied: whether the proxy also uses `address` for copies within the host.
-        owner: the state that `withdraw` needs.
-    """
-
-    transport: str
-    address: Uint64
-    key: Uint64
-    local_key: Uint64
-    copied: bool
-    owner: Any
+    transport: str  # the transport's name
+    address: Uint64  # address of the memory's first byte in peers' requests
+    key: Uint64  # key of the memory in peers' requests: a remote key, or the number of a target
+    local_key: Uint64  # key of the memory in this rank's requests; 0 if data is staged
+    copied: bool  # whether the proxy also uses `address` for copies within the host
+    owner: Any  # the state that `withdraw` needs

@@ -15,15 +15,11 @@ _HOST_BRIDGE = re.compile("pci[0-9a-f]{4,}:[0-9a-f]{2}")
 
 
 class Place(NamedTuple):
-    """A rank's place on its machine.
+    """A rank's place on its machine."""
 
-    Attributes:
-        gpu: the PCI address of the rank's GPU in the form of sysfs, or None.
-        node: the NUMA node to whose cores the rank's process is bound, or None. The node counts only if sysfs does not
-            know the NUMA node of the GPU.
-    """
-
-    gpu: str | None = None
+    gpu: str | None = None  # the PCI address of the rank's GPU in the form of sysfs, or None
+    # The NUMA node to whose cores the rank's process is bound, or None. The node counts only if sysfs does not know the
+    # NUMA node of the GPU.
     node: int | None = None
 
 
@@ -35,15 +31,11 @@ KINDS = ("same PCIe switch", "same NUMA node", "other NUMA node", "unknown place
 
 
 class Nearness(NamedTuple):
-    """How near a device is to a place; nearer devices have smaller values.
+    """How near a device is to a place; nearer devices have smaller values."""
 
-    Attributes:
-        kind: the index in `KINDS`.
-        distance: for PCI devices below one switch, the number of bridges and devices on the way; between NUMA
-            nodes, the distance that the firmware reports; otherwise 0.
-    """
-
-    kind: int
+    kind: int  # the index in `KINDS`
+    # For PCI devices below one switch, the number of bridges and devices on the way; between NUMA nodes, the distance
+    # that the firmware reports; otherwise 0.
     distance: int
 
 

@@ -30,30 +30,21 @@ _PROBE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Registration:
-    """A range of memory that is registered with a network device.
+    """A range of memory that is registered with a network device."""
 
-    Attributes:
-        ptr: the range's address in this process.
-        nbytes: the range's size.
-        address: the address of the range's first byte in peers' requests. This address equals `ptr` unless the memory
-            is a DMA-BUF or the provider takes offsets instead of addresses.
-        key: key for peers' requests; memory that is registered with two adapters has the keys of both (`rail_key`).
-        local_key: key for this rank's own requests, likewise; 0 if libfabric's provider needs no key.
-        allocation: identifies the range's allocation among all others; None if the range stays registered only while in
-            use.
-        how: for RDMA, how the memory is registered: "host", "peer memory" (the device takes the GPU's address itself)
-            or "dma-buf".
-        region: pyverbs' memory region, or the address of a fid_mr.
-    """
-
-    ptr: int
-    nbytes: int
+    ptr: int  # the range's address in this process
+    nbytes: int  # the range's size
+    # The address of the range's first byte in peers' requests. This address equals `ptr` unless the memory is a DMA-BUF
+    # or the provider takes offsets instead of addresses.
     address: int
-    key: int
-    local_key: int
+    key: int  # key for peers' requests; memory that is registered with two adapters has the keys of both (`rail_key`)
+    local_key: int  # key for this rank's own requests, likewise; 0 if libfabric's provider needs no key
+    # Identifies the range's allocation among all others; None if the range stays registered only while in use.
     allocation: Hashable = None
+    # For RDMA, how the memory is registered: "host", "peer memory" (the device takes the GPU's address itself) or
+    # "dma-buf".
     how: str = ""
-    region: Any = field(default=None, compare=False, repr=False)
+    region: Any = field(default=None, compare=False, repr=False)  # pyverbs' memory region, or the address of a fid_mr
 
 
 def rail_key(keys: int, rail: int) -> int:
@@ -195,12 +186,10 @@ class RemoteWriteTargets:
     may share a `RemoteWriteTargets`.
 
     A peer names a range by its key. The engine refuses a key that has been removed.
-
-    Attributes:
-        table: the ranges as an array for the engine. The array lives as long as this object.
     """
 
     def __init__(self) -> None:
+        # The ranges as an array for the engine. The array lives as long as this object.
         self.table: Any = ffi.new("ProxycclRemoteWriteTarget[]", lib.PROXYCCL_STAGED_WRITE_TARGETS)
         self._free = deque(range(lib.PROXYCCL_STAGED_WRITE_TARGETS))  # the free keys, in order of reuse
         self._lock = threading.Lock()
@@ -226,22 +215,16 @@ class RemoteWriteTargets:
 
 
 class RemoteDevice:
-    """A network device that was opened for one rank. The direct and the staged transport of a network share one
+    """A network device that was opened for the rank `setup`. The direct and the staged transport of a network share one
     `RemoteDevice`.
-
-    Attributes:
-        setup: the rank for which the device was opened.
-        options: the device's name and settings.
-        registrations: the memory that is registered with the device.
-        write_targets: the memory that peers' staged puts may write.
     """
 
-    options: RdmaOptions | FabricOptions
-    registrations: RegistrationCache
+    options: RdmaOptions | FabricOptions  # the device's name and settings
+    registrations: RegistrationCache  # the memory that is registered with the device
 
     def __init__(self, setup: RemoteSetup) -> None:
         self.setup = setup
-        self.write_targets = RemoteWriteTargets()
+        self.write_targets = RemoteWriteTargets()  # the memory that peers' staged puts may write
         self._homes = itertools.count(setup.local_rank)
 
     def next_home(self, rails: int) -> int:

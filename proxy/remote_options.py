@@ -255,32 +255,20 @@ class FabricOptions(_FromEnvironment):
 
 
 class TransportOptions(Struct, frozen=True):
-    """A rank's options for the transports between hosts.
+    """A rank's options for the transports between hosts."""
 
-    Attributes:
-        rdma: options of the RDMA device, for the transports `verbs` and `staged`.
-        fabric: options of libfabric, for the transports `fabric` and `staged_fabric`.
-    """
-
+    # Options of the RDMA device, for the transports `verbs` and `staged`.
     rdma: RdmaOptions = field(default_factory=RdmaOptions)
+    # Options of libfabric, for the transports `fabric` and `staged_fabric`.
     fabric: FabricOptions = field(default_factory=FabricOptions)
 
 
 class RemoteSetup(Struct, frozen=True):
-    """The rank for which a device is opened.
+    """The rank for which a device is opened."""
 
-    Attributes:
-        runtime: the runtime whose device memory peers access.
-        segment: the rank's control segment.
-        signals: byte range, in the control segment, of the words that peers' proxies may signal.
-        near: the place that the device should be near.
-        local_rank: the rank's number on its host.
-        core_share: cores that the rank's threads may keep busy.
-    """
-
-    runtime: Runtime
-    segment: PinnedMemory
-    signals: range
-    near: Place
-    local_rank: int
-    core_share: int
+    runtime: Runtime  # the runtime whose device memory peers access
+    segment: PinnedMemory  # the rank's control segment
+    signals: range  # byte range, in the control segment, of the words that peers' proxies may signal
+    near: Place  # the place that the device should be near
+    local_rank: int  # the rank's number on its host
+    core_share: int  # cores that the rank's threads may keep busy

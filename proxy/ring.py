@@ -81,22 +81,14 @@ class Ring:
     Args:
         memory: zeroed memory of at least `ring_bytes(size)` bytes, which must stay mapped while the ring is read.
         size: number of slots, a power of two from 2 to 2**20.
-
-    Attributes:
-        size: number of slots.
-        size_log2: the binary logarithm of `size`.
-        slots_host: the CPU's address of the slots.
-        tail_host: the CPU's address of the tail.
-        slots: the slots as a ProxycclTrigger pointer.
-        tail: the tail as a uint64_t pointer.
     """
 
     def __init__(self, memory: PinnedMemory, size: int) -> None:
         self.pinned = memory
         self.size = require_ring_size(size)
         self.size_log2 = self.size.bit_length() - 1
-        self.slots_host = memory.host_ptr
-        self.tail_host = self.slots_host + self.tail_offset
+        self.slots_host = memory.host_ptr  # the CPU's address of the slots
+        self.tail_host = self.slots_host + self.tail_offset  # the CPU's address of the tail
         self.slots: Any = ffi.cast("ProxycclTrigger *", self.slots_host)
         self.tail: Any = ffi.cast("uint64_t *", self.tail_host)
 
@@ -141,15 +133,13 @@ class Ring:
             return [int(ticket) for ticket in tickets[parities == full_parity(tickets, self.size_log2)]]
 
         def decoded(tickets: list[int]) -> list[RingTrigger]:
-            return [self._decoded(ticket, *map(int, slots[ticket % self.size])) for ticket in tickets]
+            found = ((ticket, Trigger.decode(*map(int, slots[ticket % self.size]))) for ticket in tickets)
+            return [
+                RingTrigger(n, **{**asdict(each), "operation": operation_name(each.operation)}) for n, each in found
+            ]
 
         waiting, recent = held(taken, taken + self.size), held(max(0, taken - count), taken)
         return RingContents(self.size, taken, len(waiting), decoded(waiting[:count]), decoded(recent))
-
-    @staticmethod
-    def _decoded(ticket: int, word0: int, word1: int) -> RingTrigger:
-        trigger = Trigger.decode(word0, word1)
-        return RingTrigger(ticket, **{**asdict(trigger), "operation": operation_name(trigger.operation)})
 
     def close(self) -> None:
         """Frees the memory. Kernels and the proxy must no longer use the ring."""
@@ -162,15 +152,12 @@ class Fifo(Ring):
     Args:
         runtime: the runtime whose kernels push.
         size: number of slots, a power of two from 2 to 2**20. A ring may have fewer slots than producers.
-
-    Attributes:
-        device_memory: the words that only producers use, in device memory.
     """
 
     def __init__(self, runtime: Runtime, size: int = 8192) -> None:
         size = require_ring_size(size)
         super().__init__(runtime.allocate_pinned(ring_bytes(size)), size)
-        self.device_memory = runtime.allocate(3 * _LINE_BYTES)
+        self.device_memory = runtime.allocate(3 * _LINE_BYTES)  # the words that only producers use
 
     def fill_handle(self, handle: ProxycclFifo) -> None:
         slots = self.pinned.ptr

@@ -94,30 +94,18 @@ class SchedulePointers(Struct, frozen=True):
     A stream writes a schedule's number to `bell`, and waits until `done` is at least 1. Before waiting for `done`, the
     stream may wait until a stage has reached a count, and may write to `gate` the count up to which gated sends may
     begin. Finally the stream or its kernel writes 0 to `gate`, and to each word for which it waited.
-
-    Attributes:
-        bell: the number of the schedule to start.
-        done: 1 once the schedule is complete or has failed.
-        gate: the count that gated sends wait for.
-        stages: for each stage, the number of completed receives, or of peers that have joined.
     """
 
-    bell: int
-    done: int
-    gate: int
-    stages: tuple[int, ...]
+    bell: int  # the number of the schedule to start
+    done: int  # 1 once the schedule is complete or has failed
+    gate: int  # the count that gated sends wait for
+    stages: tuple[int, ...]  # for each stage, the number of completed receives, or of peers that have joined
 
 
 class ScheduleWait(Message, frozen=True):
-    """The event for which a schedule without progress waits.
+    """The event for which a schedule without progress waits."""
 
-    Attributes:
-        kind: ProxycclWaitKind (control.h).
-        peer: the rank that the schedule waits for, or to which a send of the schedule does not complete; None if
-            unknown.
-        schedule: the schedule's number.
-    """
-
-    kind: int
+    kind: int  # ProxycclWaitKind (control.h)
+    # The rank that the schedule waits for, or to which a send of the schedule does not complete; None if unknown.
     peer: int | None
-    schedule: int
+    schedule: int  # the schedule's number

@@ -305,15 +305,13 @@ class ProxyService(ProxyWords):
         setup = RemoteSetup(self.runtime, self.words.memory, signals, near, local_rank, core_share)
         return ServiceRemote(self.connect, setup, options)
 
-    def _make_wires(self, count: int) -> WireWorkers:
-        table, told, lost = self.words.table, self._worker_event, self._thread_lost
-        return WireWorkers(self._engine, self._control, table, count, self._cores, self._name, told, lost)
-
     def _add_connection(self, transport: str, made: EngineConnection, peer: int | None) -> Connection:
         try:
             with self._open():
                 if made.wires and self._wires is None:
-                    self._wires = self._make_wires(made.ends)
+                    table, told, lost = self.words.table, self._worker_event, self._thread_lost
+                    place = self._cores, self._name
+                    self._wires = WireWorkers(self._engine, self._control, table, made.ends, *place, told, lost)
                 worker = len(self._connections) % len(self._workers)
                 connection = Connection(len(self._connections), worker, peer, transport)
                 number = connection.number // len(self._workers)

@@ -23,14 +23,8 @@ was stopped does not count against the workers.
 
 
 class SharedWords:
-    """A ProxycclSharedWords at `offset` in pinned memory, in `BYTES` bytes that the caller has zeroed.
-
-    Attributes:
-        table, flushed, completed: arrays, indexed by channel id, of the counters, of the flush words and of the words
-            `completed` (engine/engine.h).
-        memory_limits: for each memory id, the number of bytes from the id's first byte to the memory's end; 0 for an
-            unused id.
-        schedule_words: the ProxycclScheduleWords.
+    """A ProxycclSharedWords (engine/engine.h) at `offset` in pinned memory, in `BYTES` bytes that the caller has
+    zeroed. The attribute `table` is its array of counters; the other attributes have the names of its fields.
     """
 
     BYTES: int = ffi.sizeof("ProxycclSharedWords")
@@ -41,7 +35,7 @@ class SharedWords:
         words: Any = ffi.cast("ProxycclSharedWords *", memory.host_ptr + offset)
         self.table, self.flushed, self.completed = words.counters, words.flushed, words.completed
         self.memory_limits = words.memory_limits
-        self.schedule_words: Any = ffi.addressof(words, "schedule")
+        self.schedule_words: Any = ffi.addressof(words, "schedule")  # the ProxycclScheduleWords
 
     def on_device(self, word: Any) -> int:
         """Returns the device's address of a word."""
@@ -70,11 +64,8 @@ class SharedWords:
 
 
 class ProxyWords:
-    """The methods of a proxy that use only its shared words. So these methods run in the rank's process even if the
-    workers run in the daemon.
-
-    Attributes:
-        words: the proxy's shared words.
+    """The methods of a proxy that use only its shared words, `words`. So these methods run in the rank's process even
+    if the workers run in the daemon.
     """
 
     words: SharedWords

@@ -8,8 +8,11 @@ import errno
 from collections.abc import Iterable
 from typing import Any
 
+from msgspec import structs
+
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.proxy import _engine
+from proxyccl.proxy.codec import Message
 from proxyccl.proxy.interface import Connection
 from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.schedule import Schedule
@@ -211,21 +214,16 @@ def _id(value: int | None) -> int:
     return lib.PROXYCCL_NO_ID if value is None else value
 
 
+def _native_step(step: Message) -> dict[str, int]:
+    """Returns the fields of a step's C struct, which have the same names but `bytes` for `nbytes`."""
+    return {"bytes" if name == "nbytes" else name: _id(value) for name, value in structs.asdict(step).items()}
+
+
 def _native_steps(schedule: Schedule) -> tuple[Any, list[Any]]:
     """Returns a ProxycclScheduleSteps, and the objects that must stay alive as long as the steps."""
-    posts = ffi.new("ProxycclSchedulePost[]", len(schedule.posts))
-    sends = ffi.new("ProxycclScheduleSend[]", len(schedule.sends))
-    receives = ffi.new("ProxycclScheduleReceive[]", len(schedule.receives))
-    for i, post in enumerate(schedule.posts):
-        posts[i].channel, posts[i].memory, posts[i].offset = post.channel, post.memory, post.offset
-    for i, send in enumerate(schedule.sends):
-        native = sends[i]
-        native.channel, native.post_channel = send.channel, _id(send.post_channel)
-        native.src_memory, native.dst_memory = send.src_memory, _id(send.dst_memory)
-        native.src_offset, native.dst_offset, native.bytes = send.src_offset, send.dst_offset, send.nbytes
-        native.gate, native.gate_stage, native.stage = send.gate, _id(send.gate_stage), _id(send.stage)
-    for i, receive in enumerate(schedule.receives):
-        receives[i].channel, receives[i].sends, receives[i].stage = receive.channel, receive.sends, _id(receive.stage)
+    posts = ffi.new("ProxycclSchedulePost[]", [_native_step(post) for post in schedule.posts])
+    sends = ffi.new("ProxycclScheduleSend[]", [_native_step(send) for send in schedule.sends])
+    receives = ffi.new("ProxycclScheduleReceive[]", [_native_step(receive) for receive in schedule.receives])
     steps = ffi.new("ProxycclScheduleSteps *")
     steps.posts, steps.post_count = posts, len(posts)
     steps.sends, steps.send_count = sends, len(sends)

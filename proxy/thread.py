@@ -167,9 +167,6 @@ class ProxyThread:
         functions: the functions of a runtime whose kernels may help to run the workers while the kernels wait; None if
             kernels do not help.
 
-    Attributes:
-        asleep: the word with which a launch in any process wakes the thread (waking.h).
-
     Raises:
         ArgumentError: there are no such cores.
         ResourceError: there is no memory for a thread.
@@ -185,6 +182,7 @@ class ProxyThread:
     ) -> None:
         self._default = self._idle = idle
         self._served: dict[int, _Served] = {}  # maps a worker's address to the worker
+        # The word with which a launch in any process wakes the thread (waking.h).
         self.asleep = SharedMemory.allocate(ffi.sizeof("uint32_t"))
         made = lib.proxyccl_thread_create(_policy(idle), ffi.cast("uint32_t *", self.asleep.ptr))
         self._pointer = created(made, "a thread of the proxy")

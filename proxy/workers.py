@@ -56,19 +56,12 @@ class OwnThreads(Struct, frozen=True):
 
 
 class Worker(Struct, frozen=True):
-    """A worker of the engine.
+    """A worker of the engine."""
 
-    Attributes:
-        pointer: a ProxycclWorker, freed only with this object, because threads may query a worker that has ended.
-        stats: the worker's ProxycclWorkerStats, which observers read.
-        thread: the thread that runs the worker.
-        ended: set when the worker has ended.
-    """
-
-    pointer: Any
-    stats: Any
-    thread: ProxyThread
-    ended: threading.Event = field(default_factory=threading.Event)
+    pointer: Any  # a ProxycclWorker, freed only with this object, because threads may query a worker that has ended
+    stats: Any  # the worker's ProxycclWorkerStats, which observers read
+    thread: ProxyThread  # the thread that runs the worker
+    ended: threading.Event = field(default_factory=threading.Event)  # set when the worker has ended
 
 
 OnEvent = Callable[[Worker, int, Any], None]

@@ -38,7 +38,7 @@ from proxyccl.device.host.shipped_libraries import ships_kernels
 from proxyccl.device.memory.sockets import directory, usable_directory
 from proxyccl.device.process.cores import cores_allowed
 from proxyccl.device.process.cpu import cpu_name, describe_cpu
-from proxyccl.device.process.private_directories import require_private
+from proxyccl.device.process.private_directories import open_private
 from proxyccl.device.runtimes import RUNTIMES, find_runtime, open_driver, open_runtime
 from proxyccl.device.shown_text import shown
 from proxyccl.proxy._engine import lib
@@ -306,7 +306,7 @@ def _cache() -> list[Finding]:
         return [Finding("Kernels", "cache", False, f"{directory} is not writable", advice)]
     if existing == directory:
         try:
-            require_private(directory, "cache")
+            os.close(open_private(directory, "cache"))
         except (OSError, UntrustedPathError) as error:
             return [Finding("Kernels", "cache", False, str(error), advice)]
     files = []

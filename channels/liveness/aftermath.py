@@ -59,7 +59,7 @@ class Aftermath:
 
     def begin(self) -> None:
         """From this call on, a failure of the group prevents this process from freeing memory."""
-        add_hold(self)
+        add_hold(self.holds)
 
     def end(self) -> None:
         """Undoes `begin`, because the group was closed without a failure."""
@@ -146,7 +146,7 @@ class Aftermath:
 
     def _end(self) -> None:
         self.over = True
-        remove_hold(self)
+        remove_hold(self.holds)
         for descriptor in self._processes.values():
             process_descriptors.release(descriptor)
         self._processes.clear()

@@ -19,10 +19,6 @@ def is_torch(kind: type) -> bool:
     return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__)
 
 
-def _is_cupy(kind: type) -> bool:
-    return kind.__module__.startswith("cupy") and kind.__name__ == "ndarray"
-
-
 def from_torch(x: Any, argument: str, *, in_bytes: bool = False) -> ArrayView:
     """Returns a view of a tensor. With `in_bytes`, the view is a one-dimensional array of the tensor's bytes, and any
     element type is allowed. Raises ArgumentError if the tensor has no memory, is a lazy view, is not contiguous, or has
@@ -55,11 +51,6 @@ _INSTEAD = {
     "NestedTensor": "pass x.values()",
 }
 """The advice for a tensor without memory, by the name of torch's class."""
-
-
-def _find_instead(kind: type) -> str | None:
-    of_torch = (base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch."))
-    return next((_INSTEAD[name] for name in of_torch if name in _INSTEAD), None)
 
 
 def require_tensor_memory(x: Any, argument: str) -> None:
@@ -107,10 +98,6 @@ def _cupy_stream(_: Any) -> StreamLike:
     return stream
 
 
-def _nothing(_: Any) -> None:
-    return None
-
-
 class _Library(Struct, frozen=True):
     """Properties of an array type."""
 
@@ -127,10 +114,12 @@ class _Library(Struct, frozen=True):
 
 def _find_library(kind: type) -> _Library:
     if is_torch(kind):
-        return _Library(_torch_stream, is_torch=True, instead=_find_instead(kind))
-    if _is_cupy(kind):
+        of_torch = (base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch."))
+        instead = next((_INSTEAD[name] for name in of_torch if name in _INSTEAD), None)
+        return _Library(_torch_stream, is_torch=True, instead=instead)
+    if kind.__module__.startswith("cupy") and kind.__name__ == "ndarray":
         return _Library(_cupy_stream)
-    return _Library(_nothing)
+    return _Library(lambda _: None)
 
 
 class _Libraries(dict[type, _Library]):

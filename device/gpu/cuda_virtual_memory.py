@@ -41,36 +41,23 @@ _FILE_DESCRIPTOR = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DE
 
 
 class _Block(Struct):
-    """A block that `allocate` returned.
+    """A block that `allocate` returned."""
 
-    Attributes:
-        size: bytes, a multiple of the driver's granularity.
-        device: the number of the device.
-        word: holds the driver's number of the block's first physical memory, which identifies the block even after the
-            block was suspended and resumed; 0 once the block is freed.
-        mapped: False while the block is suspended.
-    """
-
-    size: int
-    device: int
+    size: int  # bytes, a multiple of the driver's granularity
+    device: int  # the number of the device
+    # Holds the driver's number of the block's first physical memory, which identifies the block even after the block
+    # was suspended and resumed; 0 once the block is freed.
     word: Any
-    mapped: bool = True
+    mapped: bool = True  # False while the block is suspended
 
 
 class _Import(Struct):
-    """A mapping of another process's blocks, or of this process's blocks for another device.
+    """A mapping of another process's blocks, or of this process's blocks for another device."""
 
-    Attributes:
-        size: bytes of the blocks.
-        device: the number of the device that accesses the blocks.
-        handle: the handle from `export`.
-        mapped: False while the mapping is suspended.
-    """
-
-    size: int
-    device: int
-    handle: bytes
-    mapped: bool = True
+    size: int  # bytes of the blocks
+    device: int  # the number of the device that accesses the blocks
+    handle: bytes  # the handle from `export`
+    mapped: bool = True  # False while the mapping is suspended
 
     def is_of(self, process: bytes, bases: Collection[int]) -> bool:
         """Whether the blocks belong to a process and begin at one of its addresses `bases`."""
@@ -79,15 +66,11 @@ class _Import(Struct):
 
 
 class _Export(Struct):
-    """An exported range.
+    """An exported range."""
 
-    Attributes:
-        blocks: the size and the retained handle of each block; empty while the blocks are suspended.
-        users: the number of exports that have not ended, plus that of descriptor requests in progress.
-    """
-
+    # The size and the retained handle of each block; empty while the blocks are suspended.
     blocks: list[tuple[int, Any]]
-    users: int = 1
+    users: int = 1  # the number of exports that have not ended, plus that of descriptor requests in progress
 
 
 def _require_bytes(blocks: list[tuple[int, int]], size: int) -> None:

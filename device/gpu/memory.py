@@ -94,22 +94,12 @@ class GpuPinnedMemory(GpuMemory):
 
     def __init__(self, ptr: int, shared: SharedMemory, unused: UnusedMemory, release: Callable[[], None]) -> None:
         super().__init__(ptr, shared.nbytes, unused.append, release)
-        self.shared = shared
-
-    @property
-    def host_ptr(self) -> int:
-        return self.shared.ptr
+        self.shared, self.host_ptr, self.descriptor = shared, shared.ptr, shared.descriptor
+        self.export = shared.export
 
     @property
     def handle(self) -> bytes:
         return self.shared.handle
-
-    def export(self, host_ptr: int, nbytes: int) -> bytes:
-        return self.shared.export(host_ptr, nbytes)
-
-    @property
-    def descriptor(self) -> int:
-        return self.shared.descriptor
 
 
 class MemoryHandle:
@@ -151,15 +141,6 @@ class MemoryHandle:
         return token
 
 
-_Once = LeaseCache[Hashable, tuple[int, Callable[[int], None]]]
-"""A cache of driver actions that a process does once: for each, the result and the function that undoes the action."""
-
-
-def _undo(done: tuple[int, Callable[[int], None]]) -> None:
-    value, undo = done
-    undo(value)
-
-
 class _PinHolds:
     """Counts the holds on each device: while a device has a hold, its kernels may wait for this process.
 
@@ -191,16 +172,12 @@ class _PinHolds:
 
 
 class _Pin(Struct, frozen=True):
-    """A range of pinned host memory.
-
-    Attributes:
-        addresses: an object that keeps the address range from being reused; None if the memory's owner does this.
-    """
+    """A range of pinned host memory."""
 
     driver: Driver
     start: int
     nbytes: int
-    addresses: object
+    addresses: object  # an object that keeps the address range from being reused; None if the memory's owner does this
 
     def unpin(self) -> None:
         """Unpins the memory, in the current context because the context that pinned the memory may be lost."""
@@ -214,11 +191,6 @@ class GpuMemoryRuntime(Runtime):
         driver: the vendor's driver.
         device: the device's number, among the devices that this process may use.
 
-    Attributes:
-        info: the driver's description of the device.
-        context: the device's context.
-        unused: the device's memory without references, which is freed when a call next waits for the device.
-
     Raises:
         RuntimeUnavailableError: this process sees no device.
         ArgumentError: there is no device of that number.
@@ -228,7 +200,10 @@ class GpuMemoryRuntime(Runtime):
     _pinned: ClassVar[LeaseCache[Hashable, _Pin]] = LeaseCache(
         _Pin.unpin, keep=_MOST_KEPT_PINS, weigh=lambda pin: pin.nbytes, keep_weight=_MOST_KEPT_BYTES
     )
-    _imported: ClassVar[_Once] = LeaseCache(_undo)
+    # Mappings of other processes' memory: each has its address, and the driver's function that unmaps it.
+    _imported: ClassVar[LeaseCache[Hashable, tuple[int, Callable[[int], None]]]] = LeaseCache(
+        lambda mapping: mapping[1](mapping[0])
+    )
 
     def __init__(self, driver: Driver, device: int) -> None:
         count = driver.device_count()
@@ -244,6 +219,7 @@ class GpuMemoryRuntime(Runtime):
         self.in_flight = InFlight(self)
         self.context = DeviceContext(driver, number)
         self.calls = replace(driver.calls(), context=self.context.handle)
+        # The device's memory without references, which is freed when a call next waits for the device.
         self.unused = UnusedMemory.on(driver.runtime, number)
         self._new = driver.allocate
 

@@ -62,14 +62,10 @@ class _LoadedModule:
     """A loaded image, which is unloaded when neither the runtime nor a kernel refers to the module.
 
     Unloading is deferred until the runtime next waits for the device, because the driver's call would wait too.
-
-    Attributes:
-        handle: the driver's handle.
-        symbols: the image's `symbols_in_namespace`.
     """
 
     def __init__(self, context: DeviceContext, image: bytes, unused: UnusedMemory) -> None:
-        self.handle: int = context.call(context.driver.load_module, image)
+        self.handle: int = context.call(context.driver.load_module, image)  # the driver's handle
         self.symbols = symbols_in_namespace(image)
         release = functools.partial(context.call, context.driver.release, "ModuleUnload", self.handle)
         self._finalizer = forks.finalizer(self, unused.append, release)
@@ -82,6 +78,8 @@ class GpuRuntime(GpuMemoryRuntime):
         super().__init__(driver, device)
         self.thread_stream = driver.thread_stream
         self.legacy_stream = driver.legacy_stream
+        self.loads_lazily, self.queue_limit = driver.loads_lazily, driver.queue_limit
+        self.pci_address, self.orders_rdma_writes = self.info.pci_address, self.info.orders_rdma_writes
         bundles = self.calls.copy_many != 0
         processors = self.info.multiprocessors  # the blocks wait for each other, so all must run at once
         small = driver.runtime == "cuda"  # see PROXYCCL_SMALL_BLOCKS in instance.h
@@ -160,27 +158,11 @@ class GpuRuntime(GpuMemoryRuntime):
             for each in (stream, event, memory):
                 each.close()
 
-    @property
-    def pci_address(self) -> str | None:
-        return self.info.pci_address
-
     def numa_node(self) -> int | None:
         """Returns the device's NUMA node according to sysfs, or None."""
         path = Path("/sys/bus/pci/devices") / self.info.pci_address / "numa_node"
         number = int(path.read_text()) if path.exists() else -1
         return number if number >= 0 else None
-
-    @property
-    def loads_lazily(self) -> bool:
-        return self.driver.loads_lazily
-
-    @property
-    def queue_limit(self) -> str | None:
-        return self.driver.queue_limit
-
-    @property
-    def orders_rdma_writes(self) -> bool:
-        return self.info.orders_rdma_writes
 
     def _ordinal(self, device_id: str) -> int | None:
         every = range(self.driver.device_count())

@@ -4,6 +4,7 @@ binding.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -126,13 +127,10 @@ class StreamOrder:
         try:
             return self._idle.pop()
         except IndexError:
-            made: list[int] = [self._context.call(_create_event, self._context.driver) for _ in range(_MADE_AT_ONCE)]
+            create = functools.partial(self._context.driver.create_event, times=False)
+            made: list[int] = [self._context.call(create) for _ in range(_MADE_AT_ONCE)]
             self._idle.extend(made[1:])
             return made[0]
-
-
-def _create_event(driver: Driver) -> int:
-    return driver.create_event(times=False)
 
 
 _lock = threading.Lock()

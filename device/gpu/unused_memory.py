@@ -1,7 +1,7 @@
 """Frees memory and modules of a device that nothing refers to, when a call next waits for the device.
 
 A wait for the device does not include kernels of other devices and processes, which may access the device's memory.
-While a `Hold` says that such kernels may run, this process frees no allocation.
+While a `Hold` returns True, such kernels may run, and this process frees no allocation.
 """
 
 from __future__ import annotations
@@ -10,20 +10,13 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from proxyccl.device.process.left_behind import take_each
 
 Free = Callable[[], None]
-
-
-class Hold(Protocol):
-    """A condition that may keep this process's allocations from being freed."""
-
-    def holds(self) -> bool:
-        """Whether kernels that this process can't wait for may now access its memory. Any thread may call this
-        method."""
-
+Hold = Callable[[], bool]
+"""Returns whether kernels that this process can't wait for may now access its memory. Any thread may call a hold."""
 
 _lock = threading.RLock()  # reentrant: garbage collection may free memory anywhere
 _holds: list[Hold] = []
@@ -47,7 +40,7 @@ def is_held() -> bool:
         holds = list(_holds)
     held = False
     for hold in holds:
-        held |= hold.holds()
+        held |= hold()
     return held
 
 

@@ -54,7 +54,6 @@ int proxyccl_host_event_create(void** event);
 int proxyccl_host_event_destroy(void* event);
 int proxyccl_host_event_record(void* event, void* stream);
 int proxyccl_host_event_query(void* event);
-int proxyccl_host_event_synchronize(void* event);
 int proxyccl_host_event_await(void* event, uint64_t* target,
                               unsigned milliseconds); /* like proxyccl_host_stream_await() */
 int proxyccl_host_event_elapsed(float* milliseconds, void* start, void* end);

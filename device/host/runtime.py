@@ -47,6 +47,13 @@ def _address(name: str) -> int:
     return int(ffi.cast("uintptr_t", ffi.addressof(lib, name)))
 
 
+_CALLS = (
+    *("copy", "set", "write64", "write32", "event_record", "event_query", "launch", "allocate", "free"),
+    *("pointer_attribute", "add_helper", "remove_helper"),
+)
+"""The fields of `DriverCalls` that have the names of the host runtime's functions, without their prefix."""
+
+
 class HostRuntime(Runtime):
     """The CPU as a device.
 
@@ -62,23 +69,13 @@ class HostRuntime(Runtime):
     name = "host"
     thread_stream = None
     legacy_stream = None
+    orders_rdma_writes = True  # network adapters write host memory in order
     calls = DriverCalls(
-        copy=_address("proxyccl_host_copy"),
-        set=_address("proxyccl_host_set"),
-        write64=_address("proxyccl_host_write64"),
-        write32=_address("proxyccl_host_write32"),
+        **{name: _address(f"proxyccl_host_{name}") for name in _CALLS},
         batch=_address("proxyccl_host_stream_operations"),
-        event_record=_address("proxyccl_host_event_record"),
-        event_query=_address("proxyccl_host_event_query"),
         wait_event=_address("proxyccl_host_stream_wait_event"),
-        launch=_address("proxyccl_host_launch"),
         synchronize=_address("proxyccl_host_stream_synchronize"),
-        allocate=_address("proxyccl_host_allocate"),
-        free=_address("proxyccl_host_free"),
-        pointer_attribute=_address("proxyccl_host_pointer_attribute"),
         buffer_id=lib.PROXYCCL_HOST_BUFFER_ID,
-        add_helper=_address("proxyccl_host_add_helper"),
-        remove_helper=_address("proxyccl_host_remove_helper"),
     )
     _allocations: ClassVar[weakref.WeakValueDictionary[int, SharedMemory]] = weakref.WeakValueDictionary()
     _allocations_lock: ClassVar[threading.Lock] = threading.Lock()
@@ -186,11 +183,6 @@ class HostRuntime(Runtime):
     def adopt_pinned(self, descriptor: int, nbytes: int) -> SharedMemory:
         return SharedMemory.adopt(descriptor, nbytes)
 
-    @property
-    def orders_rdma_writes(self) -> bool:
-        """Returns True, because network adapters write host memory in order."""
-        return True
-
     def can_access_peer(self, device_id: str) -> bool:
         """Returns whether the other device is a host device of this machine."""
         return device_id.startswith("host:")
@@ -291,11 +283,8 @@ class HostRuntime(Runtime):
         if stream is None:
             lib.proxyccl_memmove(ffi.cast("void *", dst), ffi.cast("void *", src), nbytes)
         else:
-            self._queue_copy(dst, src, nbytes, stream)
-
-    def _queue_copy(self, dst: int, src: int, nbytes: int, stream: StreamLike) -> None:
-        handle = ffi.cast("void *", self.stream_handle(stream))
-        check_status(lib.proxyccl_host_copy(ffi.cast("void *", dst), ffi.cast("void *", src), nbytes, handle), "copy")
+            to, source, handle = (ffi.cast("void *", each) for each in (dst, src, self.stream_handle(stream)))
+            check_status(lib.proxyccl_host_copy(to, source, nbytes, handle), "copy")
 
     def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
         if stream is None:

@@ -411,10 +411,6 @@ int proxyccl_host_event_record(void* event, void* stream) {
   return status;
 }
 int proxyccl_host_event_query(void* event) { return asEvent(event)->query(); }
-int proxyccl_host_event_synchronize(void* event) {
-  asEvent(event)->waitFor(asEvent(event)->lastRecord());
-  return PROXYCCL_HOST_SUCCESS;
-}
 int proxyccl_host_event_await(void* event, uint64_t* target, unsigned milliseconds) {
   return asEvent(event)->await(target, std::chrono::milliseconds(milliseconds));
 }

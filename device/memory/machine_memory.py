@@ -12,15 +12,10 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit on memory.
+    """A limit on memory."""
 
-    Attributes:
-        nbytes: bytes of memory and swap space.
-        origin: the start of a sentence on the limit, such as "this machine has".
-    """
-
-    nbytes: int
-    origin: str
+    nbytes: int  # bytes of memory and swap space
+    origin: str  # the start of a sentence on the limit, such as "this machine has"
 
     def __str__(self) -> str:
         return f"{self.origin} {self.nbytes} bytes of memory and swap space"

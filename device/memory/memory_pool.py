@@ -25,19 +25,12 @@ def library() -> str:
 
 
 class Segment(Struct, frozen=True):
-    """An allocation of the other library.
+    """An allocation of the other library."""
 
-    Attributes:
-        number: the segment's number, which is never reused.
-        ptr: its address.
-        nbytes: its size.
-        freed: whether the library has freed the segment, whose memory remains until the last hold ends.
-    """
-
-    number: int
-    ptr: int
-    nbytes: int
-    freed: bool
+    number: int  # the segment's number, which is never reused
+    ptr: int  # the segment's address
+    nbytes: int  # the segment's size
+    freed: bool  # whether the library has freed the segment, whose memory remains until the last hold ends
 
 
 class SegmentHold(Owned):

@@ -15,9 +15,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import ClassVar
-
-from msgspec import Struct
+from typing import ClassVar, NamedTuple
 
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
@@ -32,17 +30,12 @@ _LARGE = 64 << 20
 kills the process when no page is left."""
 
 
-class _Origin(Struct, frozen=True):
-    """The process that exports a file, and the file's descriptor in that process.
+class _Origin(NamedTuple):
+    """The process that exports a file, and the file's descriptor in that process."""
 
-    Attributes:
-        view: the process's `proc_view`, in which `pid` is valid.
-        token: the process's token (`forks.Process`).
-    """
-
-    view: int
+    view: int  # the process's `proc_view`, in which `pid` is valid
     pid: int
-    token: bytes
+    token: bytes  # the process's token (`forks.Process`)
     descriptor: int
 
     @classmethod
@@ -165,12 +158,8 @@ class SharedMemory:
     def __init__(self, mapping: _Mapping, offset: int, nbytes: int) -> None:
         self._mapping: _Mapping | None = mapping
         self.descriptor = mapping.descriptor
-        self.ptr = mapping.address + offset
+        self.ptr = self.host_ptr = mapping.address + offset
         self.nbytes = nbytes
-
-    @property
-    def host_ptr(self) -> int:
-        return self.ptr
 
     @property
     def handle(self) -> bytes:
@@ -213,7 +202,7 @@ class SharedMemory:
         """Maps memory that a process of the same user on this machine exported. Raises ArgumentError if the handle is
         invalid."""
         descriptor, offset, nbytes = open_descriptor(handle)
-        return cls(_Mapping.of(descriptor, _Handle.origin(handle)), offset, nbytes)
+        return cls(_Mapping.of(descriptor, _origin_of(handle)), offset, nbytes)
 
     @classmethod
     def adopt(cls, descriptor: int, nbytes: int) -> SharedMemory:
@@ -234,7 +223,7 @@ class SharedMemory:
             raise ClosedError("the memory is closed")
         mapping = self._mapping
         origin = mapping.origin or _Origin.here(mapping.descriptor)
-        return _Handle.pack(origin, mapping.identity, ptr - mapping.address, nbytes)
+        return _pack(origin, mapping.identity, ptr - mapping.address, nbytes)
 
     def contains(self, ptr: int, nbytes: int) -> bool:
         return self.ptr <= ptr and ptr + nbytes <= self.ptr + self.nbytes
@@ -263,66 +252,52 @@ def find_range(ptr: int, nbytes: int) -> SharedMemory | None:
         return SharedMemory(mapping, ptr - mapping.address, nbytes)
 
 
+def export_descriptor(descriptor: int, offset: int, nbytes: int) -> bytes:
+    """Returns a handle, valid while `descriptor` is open, of a range of the descriptor's file."""
+    info = os.fstat(descriptor)
+    return _pack(_Origin.here(descriptor), (info.st_dev, info.st_ino), offset, nbytes)
+
+
+_HANDLE = struct.Struct("<8sQq16sqQQQQ")  # the magic, the fields of `_Origin`, device, inode, offset, nbytes
+_MAGIC = b"PXCCLhst"
+
+
+def _pack(origin: _Origin, identity: tuple[int, int], offset: int, nbytes: int) -> bytes:
+    return _HANDLE.pack(_MAGIC, *origin, *identity, offset, nbytes)
+
+
+def _origin_of(handle: bytes) -> _Origin:
+    return _Origin(*_HANDLE.unpack(handle)[1:5])
+
+
 def open_descriptor(handle: bytes) -> tuple[int, int, int]:
     """Opens a handle's file. Returns the descriptor, which the caller closes, and offset and bytes of the handle's
     range.
 
     Raises ArgumentError like `SharedMemory.open`.
     """
-    return _Handle.open(handle)
-
-
-def export_descriptor(descriptor: int, offset: int, nbytes: int) -> bytes:
-    """Returns a handle, valid while `descriptor` is open, of a range of the descriptor's file."""
-    info = os.fstat(descriptor)
-    return _Handle.pack(_Origin.here(descriptor), (info.st_dev, info.st_ino), offset, nbytes)
-
-
-class _Handle:
-    """Packs and opens the handle of a range of shared memory: the owner, the owner's descriptor, and the file's device
-    and inode.
-    """
-
-    _LAYOUT = struct.Struct("<8sQq16sqQQQQ")
-    _MAGIC = b"PXCCLhst"
-    SIZE = _LAYOUT.size
-
-    @classmethod
-    def pack(cls, origin: _Origin, identity: tuple[int, int], offset: int, nbytes: int) -> bytes:
-        owner = origin.view, origin.pid, origin.token, origin.descriptor
-        return cls._LAYOUT.pack(cls._MAGIC, *owner, *identity, offset, nbytes)
-
-    @classmethod
-    def origin(cls, handle: bytes) -> _Origin:
-        """Returns a handle's process and descriptor."""
-        _, *owner = cls._LAYOUT.unpack(handle)[:5]
-        return _Origin(*owner)
-
-    @classmethod
-    def open(cls, handle: bytes) -> tuple[int, int, int]:
-        """Returns a new descriptor of a handle's file, and the handle's offset and nbytes."""
-        if len(handle) != cls.SIZE:
-            raise ArgumentError(
-                "handle", f"expected a handle of shared memory, {cls.SIZE} bytes, not {len(handle)} bytes"
-            )
-        magic, *_, device, inode, offset, nbytes = cls._LAYOUT.unpack(handle)
-        if magic != cls._MAGIC:
-            raise ArgumentError("handle", "expected a handle of shared memory: its first bytes are wrong")
-        origin = cls.origin(handle)
-        try:
-            own = _descriptor_of(origin, (device, inode))
-        except OSError as error:
-            if error.errno in EXHAUSTED:
-                raise out_of_descriptors(f"the memory of process {origin.pid}", error.errno) from None
-            raise ArgumentError(
-                "handle", f"the memory of process {origin.pid} can't be opened: {error.strerror or error}"
-            ) from None
-        try:
-            _require_memory(own, offset + nbytes, (device, inode))
-        except ArgumentError:
-            os.close(own)
-            raise
-        return own, offset, nbytes
+    if len(handle) != _HANDLE.size:
+        raise ArgumentError(
+            "handle", f"expected a handle of shared memory, {_HANDLE.size} bytes, not {len(handle)} bytes"
+        )
+    magic, *_, device, inode, offset, nbytes = _HANDLE.unpack(handle)
+    if magic != _MAGIC:
+        raise ArgumentError("handle", "expected a handle of shared memory: its first bytes are wrong")
+    origin = _origin_of(handle)
+    try:
+        own = _descriptor_of(origin, (device, inode))
+    except OSError as error:
+        if error.errno in EXHAUSTED:
+            raise out_of_descriptors(f"the memory of process {origin.pid}", error.errno) from None
+        raise ArgumentError(
+            "handle", f"the memory of process {origin.pid} can't be opened: {error.strerror or error}"
+        ) from None
+    try:
+        _require_memory(own, offset + nbytes, (device, inode))
+    except ArgumentError:
+        os.close(own)
+        raise
+    return own, offset, nbytes
 
 
 def _descriptor_of(origin: _Origin, identity: tuple[int, int]) -> int:

@@ -18,29 +18,19 @@ _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 _ACCESSIBLE = stat.S_IRWXG | stat.S_IRWXO
 
 
-def require_private(directory: Path, argument: str = "directory", *, secret: bool = False) -> None:
-    """Raises UntrustedPathError unless only this user and root can change a directory's contents.
+def open_private(directory: Path, argument: str = "directory", *, secret: bool = False, make: bool = False) -> int:
+    """Opens a directory whose contents only this user and root can change. Returns the descriptor, which the caller
+    closes.
 
     Args:
-        directory: an existing directory.
+        directory: the directory.
         argument: the argument's name in the error.
         secret: whether other users must also be unable to read or enter the directory.
+        make: whether to make the directory and its parents if they are missing.
 
     Raises:
         UntrustedPathError: the directory belongs to another user, other users can write to it, or it is a link.
         OSError: the directory can't be opened. NotADirectoryError: the path is a file.
-    """
-    os.close(open_private(directory, argument, secret=secret))
-
-
-def make_private(directory: Path, argument: str = "directory", *, secret: bool = False) -> None:
-    """Makes a directory and its parents if they are missing, and calls `require_private` for the directory."""
-    os.close(open_private(directory, argument, secret=secret, make=True))
-
-
-def open_private(directory: Path, argument: str = "directory", *, secret: bool = False, make: bool = False) -> int:
-    """Opens a directory, with the arguments and checks of `require_private`. Returns the descriptor, which the caller
-    closes. `make` says whether to make the directory and its parents if they are missing.
     """
     if make:
         _make(directory, 0o700 if secret else 0o755)

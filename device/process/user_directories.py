@@ -13,7 +13,7 @@ NAME = "proxyccl"
 
 
 def user_directory(variable: str, below_home: str, purpose: str) -> Path:
-    """Returns the directory for one kind of this library's files, which may be absent or fail `require_private`.
+    """Returns the directory for one kind of this library's files. It may be absent, or `open_private` may refuse it.
 
     Args:
         variable: the XDG variable that names the parent directory.

@@ -130,7 +130,8 @@ class _Snapshots:
         self._opened = contextlib.ExitStack()
         self._clients: list[tuple[Client, Callable[[], list[Worker]]]] = []
         for session in sessions:
-            client, workers = _client(session), _no_workers
+            client: Client = _client(session)
+            workers: Callable[[], list[Worker]] = list
             with _collecting_errors(self.unread, session.name):
                 client, workers = self._with_proxy(client, session)
             self._clients.append((client, workers))
@@ -138,7 +139,7 @@ class _Snapshots:
     def _with_proxy(self, client: Client, session: Session) -> tuple[Client, Callable[[], list[Worker]]]:
         service, threads = session.served, session.threads
         if service is None or service.publication is None:
-            return client, _no_workers
+            return client, list
         observer = self._opened.enter_context(Observer(service.publication))
         rings, view = observer.look_into_rings(), observer.snapshot()
 
@@ -161,10 +162,6 @@ class _Snapshots:
                     workers = workers_of()
                 clients.append(structs.replace(client, workers=workers))
         return clients
-
-
-def _no_workers() -> list[Worker]:
-    return []
 
 
 def _client(session: Session) -> Client:

@@ -1,6 +1,5 @@
 /* All times in the engine are read from CLOCK_MONOTONIC. */
-#ifndef PROXYCCL_CLOCK_H
-#define PROXYCCL_CLOCK_H
+#pragma once
 
 #include <stdint.h>
 #include <time.h>
@@ -10,5 +9,3 @@ static inline uint64_t now_ns(void) {
   clock_gettime(CLOCK_MONOTONIC, &now);
   return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
-
-#endif

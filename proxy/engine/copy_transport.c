@@ -147,8 +147,6 @@ static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
   return 0;
 }
 
-static void copy_destroy(ProxycclConnection *base) { free(base); }
-
 /* Never refuses an option: even 0 is a valid stream. */
 static ProxycclConnection *copy_create(const void *options, const ProxycclRuntimeTable *runtime, const char **refused) {
   const ProxycclCopyOptions *given = options;
@@ -176,5 +174,4 @@ const ProxycclTransport proxyccl_copy_transport = {
     .flush = copy_write,
     .poll = copy_poll,
     .idle = copy_idle,
-    .destroy = copy_destroy,
 };

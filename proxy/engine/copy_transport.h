@@ -1,7 +1,6 @@
 /* The transport `copy` copies with the GPU's copy engines, in one stream for each peer. The CPU makes short copies
  * between pinned memories. */
-#ifndef PROXYCCL_COPY_TRANSPORT_H
-#define PROXYCCL_COPY_TRANSPORT_H
+#pragma once
 
 #include <stdint.h>
 
@@ -16,5 +15,3 @@ typedef struct ProxycclCopyOptions {
   void *event;
   const char *shorts; /* all 16-bit values in order, in the device's memory; NULL if no trigger carries a value */
 } ProxycclCopyOptions;
-
-#endif

@@ -7,8 +7,7 @@
  *
  * service.c has the tables, and the requests that other threads make to a worker. thread.c runs workers by calling the
  * functions of schedule.c, drain.c and poll.c. */
-#ifndef PROXYCCL_ENGINE_H
-#define PROXYCCL_ENGINE_H
+#pragma once
 
 #include "observe.h"
 #include "outcome.h"
@@ -147,5 +146,3 @@ void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(v
  * if a ring has triggers; a caller that waits for the workers' results sets `waits` to 1. Returns 1 if the workers made
  * progress. If a worker exits or needs a handler, proxyccl_thread_run reports this event later. */
 int proxyccl_thread_help(ProxycclThread *thread, int waits);
-
-#endif

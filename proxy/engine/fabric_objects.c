@@ -208,27 +208,18 @@ int proxyccl_fabric_remove(ProxycclFabricEndpoint *self, uint64_t peer) {
   return status_of(fi_av_remove(self->peers, &removed, 1, 0));
 }
 
-static enum fi_hmem_iface interface_of(ProxycclFabricOwner owner) {
-  switch (owner) {
-    case PROXYCCL_FABRIC_CUDA:
-      return FI_HMEM_CUDA;
-    case PROXYCCL_FABRIC_ROCR:
-      return FI_HMEM_ROCR;
-    case PROXYCCL_FABRIC_HOST:
-      break;
-  }
-  return FI_HMEM_SYSTEM;
-}
-
 int proxyccl_fabric_register(ProxycclFabricEndpoint *self, uintptr_t address, uint64_t bytes, uint64_t key,
                              ProxycclFabricOwner owner, int32_t device, ProxycclFabricRegion *region) {
+  static const enum fi_hmem_iface interfaces[] = {[PROXYCCL_FABRIC_HOST] = FI_HMEM_SYSTEM,
+                                                  [PROXYCCL_FABRIC_CUDA] = FI_HMEM_CUDA,
+                                                  [PROXYCCL_FABRIC_ROCR] = FI_HMEM_ROCR};
   const struct iovec part = {(void *)address, bytes};
   const struct fi_mr_attr attributes = {
       .mr_iov = &part,
       .iov_count = 1,
       .access = FI_WRITE | FI_REMOTE_WRITE | (self->reads ? READS : 0),
       .requested_key = key,
-      .iface = interface_of(owner),
+      .iface = interfaces[owner],
       .device.cuda = owner == PROXYCCL_FABRIC_CUDA ? device : 0,
   };
   struct fid_mr *made = NULL;

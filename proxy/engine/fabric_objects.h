@@ -2,8 +2,7 @@
  *
  * Python loads the library; these functions are in C because they need the library's headers. A function of type int
  * returns 0 or libfabric's error number, unless its comment says otherwise. */
-#ifndef PROXYCCL_FABRIC_OBJECTS_H
-#define PROXYCCL_FABRIC_OBJECTS_H
+#pragma once
 
 #include <stdint.h>
 
@@ -85,5 +84,3 @@ typedef enum ProxycclFabricOwner {
 int proxyccl_fabric_register(ProxycclFabricEndpoint *endpoint, uintptr_t address, uint64_t bytes, uint64_t key,
                              ProxycclFabricOwner owner, int32_t device, ProxycclFabricRegion *region);
 int proxyccl_fabric_deregister(uintptr_t region);
-
-#endif

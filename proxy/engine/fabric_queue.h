@@ -3,8 +3,7 @@
  *
  * A program that includes this file need not link libfabric, because libfabric's inline functions call through function
  * tables in the endpoint and in the completion queue. */
-#ifndef PROXYCCL_FABRIC_QUEUE_H
-#define PROXYCCL_FABRIC_QUEUE_H
+#pragma once
 
 #include <errno.h>
 #include <rdma/fabric.h>
@@ -78,5 +77,3 @@ static inline int fabric_drain(struct fid_cq *queue, FabricComplete *complete, v
   }
   return count >= 0 || count == -FI_EAGAIN ? 0 : (int)-count;
 }
-
-#endif

@@ -267,8 +267,6 @@ static int fabric_idle(const ProxycclConnection *base) {
   return self->made == self->retired;
 }
 
-static void fabric_destroy(ProxycclConnection *base) { free(base); }
-
 int proxyccl_fabric_built(void) { return 1; }
 
 static const char *fabric_error_text(const ProxycclConnection *connection) {
@@ -318,7 +316,6 @@ const ProxycclTransport proxyccl_fabric_transport = {
     .poll = fabric_poll,
     .error_text = fabric_error_text,
     .idle = fabric_idle,
-    .destroy = fabric_destroy,
 };
 
 #else

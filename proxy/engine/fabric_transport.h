@@ -2,8 +2,7 @@
  *
  * The transport is built only with libfabric's headers. The engine is not linked to the library, because libfabric's
  * inline functions call through function tables in the endpoint and in the completion queue. */
-#ifndef PROXYCCL_FABRIC_TRANSPORT_H
-#define PROXYCCL_FABRIC_TRANSPORT_H
+#pragma once
 
 #include <stdint.h>
 
@@ -43,5 +42,3 @@ part */
 
 /* Returns 1 if this build has the transport, which needs libfabric's headers. */
 int proxyccl_fabric_built(void);
-
-#endif

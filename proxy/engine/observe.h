@@ -3,8 +3,7 @@
  * Each worker writes its own part with plain 8-byte stores. A worker never waits for readers. The channels' counters
  * are in other memory (ProxycclSharedWords in engine.h). The parity bits of a ring's slots show how full the ring
  * is. */
-#ifndef PROXYCCL_OBSERVE_H
-#define PROXYCCL_OBSERVE_H
+#pragma once
 
 #include <stdint.h>
 
@@ -105,5 +104,3 @@ typedef struct ProxycclObserved {
  * copied. */
 uint32_t proxyccl_trace_read(const ProxycclWorkerStats *stats, uint64_t *next, ProxycclTraceRecord *records,
                              uint32_t room, uint64_t *lost);
-
-#endif

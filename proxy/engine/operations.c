@@ -36,6 +36,7 @@ int queued_put_value(ProxycclConnection *base, const ProxycclMemory *dst, uint64
 int queued_signal(ProxycclConnection *base, uint64_t *remote, uint64_t value, uint64_t previous) {
   QueuedConnection *self = queued_of(base);
   Operation *operation = operations_push(&self->operations, SIGNAL);
+  operation->source = previous;
   operation->destination = (uintptr_t)remote;
   operation->destination_key = self->signal_key;
   operation->bytes = 0;

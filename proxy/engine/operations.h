@@ -1,8 +1,7 @@
 /* Queues for transports that can't issue every operation immediately. A connection has a queue of operations that the
  * transport can't issue yet, and a queue of flushes that wait until all earlier operations are complete. Both queues
  * are first in, first out. */
-#ifndef PROXYCCL_OPERATIONS_H
-#define PROXYCCL_OPERATIONS_H
+#pragma once
 
 #include <stddef.h>
 
@@ -20,7 +19,7 @@ typedef enum { PUT, GET, VALUE, SIGNAL, FLUSH, RELEASE } OperationKind; /* only 
 typedef struct {
   OperationKind kind;
   uint64_t source, destination; /* addresses of a put's or get's bytes that are not issued yet; a signal's `destination`
-                                   is its word */
+                                   is its word, and `source` the word's value before the signal */
   uint64_t bytes;               /* number of bytes that are not issued yet; 0 for a signal */
   uint64_t source_host; /* for a put: the CPU's address of the source bytes that are not issued yet; 0 if the CPU may
                            not access the source */
@@ -138,5 +137,3 @@ int queued_put_value(ProxycclConnection *base, const ProxycclMemory *dst, uint64
                      uint32_t bytes);
 int queued_signal(ProxycclConnection *base, uint64_t *remote, uint64_t value, uint64_t previous);
 int queued_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value);
-
-#endif

@@ -2,8 +2,7 @@
  * access. A function's comment names its pairing: a release and the acquires that observe it
  * (device/include/MEMORY_ORDER.md). The functions of some pairings are in the files that use them: ring.h, trace.h and
  * observe.c, calls.c, thread.c, staged_transport.c. */
-#ifndef PROXYCCL_ORDER_H
-#define PROXYCCL_ORDER_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -48,6 +47,15 @@ static inline int abort_is_up(const ProxycclControl *control) {
 static inline int failure_is_told(const ProxycclControl *control) {
   return abort_is_up(control) || __atomic_load_n(&control->failed_rank, __ATOMIC_ACQUIRE) != 0;
 }
+
+/* -- locks: the value is 1 while a thread holds the lock --- */
+
+/* Pairings turn and wire-turn, acquire: the thread sees what the last holder of the lock did. Returns 1 if the caller
+ * took the lock, or 0 if another thread holds the lock. */
+static inline int turn_taken(int *turn) { return __atomic_exchange_n(turn, 1, __ATOMIC_ACQUIRE) == 0; }
+
+/* Pairings turn and wire-turn, release. */
+static inline void turn_give(int *turn) { __atomic_store_n(turn, 0, __ATOMIC_RELEASE); }
 
 /* -- lists that grow while a worker runs --- */
 
@@ -119,5 +127,3 @@ static inline uint32_t request_answered(const Request *request) {
 /* Pairing request, release and acquire. A request to end a worker is a flag that is never cleared. */
 static inline void flags_set(int *flags, int flag) { __atomic_fetch_or(flags, flag, __ATOMIC_RELEASE); }
 static inline int flags_load(const int *flags) { return __atomic_load_n(flags, __ATOMIC_ACQUIRE); }
-
-#endif

@@ -1,6 +1,5 @@
 /* The result of an engine function: whether proxyccl_thread_run continues, and why not. */
-#ifndef PROXYCCL_OUTCOME_H
-#define PROXYCCL_OUTCOME_H
+#pragma once
 
 typedef enum ProxycclOutcome {
   WAITS = -1,   /* a queue was full, so nothing was done; the next poll may make room */
@@ -13,5 +12,3 @@ typedef enum ProxycclOutcome {
   PROXYCCL_EXIT_ABORTED = 4,   /* another rank or kernel set the abort word, or the worker was abandoned */
   PROXYCCL_EXIT_NO_WORKERS = 5 /* the thread has no worker to run */
 } ProxycclOutcome;
-
-#endif

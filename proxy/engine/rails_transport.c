@@ -434,16 +434,16 @@ static void leave(RailsConnection *self) {
 static int restore(RailsConnection *self, uint32_t *progress) {
   const uint32_t by = 1 - self->failed;
   ProxycclConnection *failed = self->rails[self->failed].wire, *other = self->rails[by].wire;
+  if ((self->stage == JOINING || self->stage == LEAVING) && !self->asked) {
+    if (other->transport->ready(other) == 0) return 0;
+    self->asked = 1;
+    return self->stage == JOINING ? tell_up(self, by) : tell_down(self, by);
+  }
   switch (self->stage) {
     case ONE_UP:
       if (word_load(&self->connected) == self->failures && renew(self)) enter(self, JOINING);
       return 0;
     case JOINING:
-      if (!self->asked) {
-        if (other->transport->ready(other) == 0) return 0;
-        self->asked = 1;
-        return tell_up(self, by);
-      }
       if (word_load(&self->mail->up) < self->failures) return 0;
       enter(self, TRYING);
       self->finished = 0;
@@ -459,11 +459,6 @@ static int restore(RailsConnection *self, uint32_t *progress) {
       }
       return 0;
     default: /* LEAVING */
-      if (!self->asked) {
-        if (other->transport->ready(other) == 0) return 0;
-        self->asked = 1;
-        return tell_down(self, by);
-      }
       if (word_load(&self->mail->down[self->failed]) >= self->failures) enter(self, ONE_UP);
       return 0;
   }
@@ -498,16 +493,6 @@ static int rails_poll(ProxycclConnection *base, uint32_t *progress) {
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
-static int rails_signal(ProxycclConnection *base, uint64_t *remote, uint64_t value, uint64_t previous) {
-  RailsConnection *self = self_of(base);
-  Operation *operation = operations_push(&self->queue.operations, SIGNAL);
-  operation->destination = (uintptr_t)remote;
-  operation->bytes = 0;
-  operation->value = value;
-  operation->source = previous;
-  return issue(base);
-}
-
 /* Operations wait in the queue only while a part is outstanding. */
 static int rails_idle(const ProxycclConnection *base) {
   const RailsConnection *self = (const RailsConnection *)base;
@@ -539,8 +524,7 @@ static const char *rails_error_text(const ProxycclConnection *base) {
 
 static void rails_destroy(ProxycclConnection *base) {
   RailsConnection *self = self_of(base);
-  for (uint32_t i = 0; i < RAILS; ++i)
-    if (self->rails[i].wire != NULL) proxyccl_connection_destroy(self->rails[i].wire);
+  for (uint32_t i = 0; i < RAILS; ++i) proxyccl_connection_destroy(self->rails[i].wire);
   free(self);
 }
 
@@ -585,7 +569,7 @@ const ProxycclTransport proxyccl_rails_transport = {
     .put = queued_put,
     .get = queued_get,
     .put_value = queued_put_value,
-    .signal = rails_signal,
+    .signal = queued_signal,
     .flush = queued_flush,
     .poll = rails_poll,
     .error_text = rails_error_text,

@@ -3,8 +3,7 @@
  *
  * A key of memory holds one key of 32 bits for each rail: that of rail 0 in the low bits. So memory has the same
  * address on all rails. */
-#ifndef PROXYCCL_RAILS_TRANSPORT_H
-#define PROXYCCL_RAILS_TRANSPORT_H
+#pragma once
 
 #include <stdint.h>
 
@@ -56,5 +55,3 @@ void proxyccl_rails_state(const struct ProxycclConnection *connection, ProxycclR
 /* Tells the engine that the failed rail's queue pair, which was free after the failure with this number, is connected
  * and has no completions left. */
 void proxyccl_rails_reconnected(struct ProxycclConnection *connection, uint64_t failure);
-
-#endif

@@ -1,6 +1,5 @@
 /* The consumer's functions for a ring of triggers; fifo.h has the producers' functions. */
-#ifndef PROXYCCL_RING_H
-#define PROXYCCL_RING_H
+#pragma once
 
 #include <stdint.h>
 
@@ -52,5 +51,3 @@ static inline void ring_release(Ring *ring) {
 static inline uint32_t trigger_field(uint64_t word, int shift, int bits) {
   return (uint32_t)(word >> shift & ((1ull << bits) - 1));
 }
-
-#endif

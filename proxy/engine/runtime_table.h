@@ -4,8 +4,7 @@
  * cuda-bindings, hip-python and the host runtime are used unchanged. The engine includes no header of a driver and
  * links no driver. Each function returns 0 for success; event_query returns NOT_READY (600 in CUDA and HIP) while work
  * is outstanding. No function waits for the device. */
-#ifndef PROXYCCL_RUNTIME_TABLE_H
-#define PROXYCCL_RUNTIME_TABLE_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -38,5 +37,3 @@ typedef struct ProxycclRuntimeTable {
   int (*copy_many)(uint64_t *dst, uint64_t *src, size_t *bytes, size_t count, ProxycclCopyAttributes *attributes,
                    size_t *first, size_t attribute_count, void *stream);
 } ProxycclRuntimeTable;
-
-#endif

@@ -6,8 +6,7 @@
  * 1. While the schedule runs, a stream may wait until a stage (a counter of steps) shows that receives are complete,
  * process the received data, and increase the word `gate` to allow further sends. The steps name channels and memories
  * by id; table entries for the ids may be set before or after the schedule is added. */
-#ifndef PROXYCCL_SCHEDULE_H
-#define PROXYCCL_SCHEDULE_H
+#pragma once
 
 #include <stdint.h>
 
@@ -79,5 +78,3 @@ typedef struct ProxycclScheduleSteps {
   uint32_t post_count, send_count, receive_count;
   uint32_t joined; /* index of the word in `stages` that counts the peers that have posted, or PROXYCCL_NO_ID */
 } ProxycclScheduleSteps;
-
-#endif

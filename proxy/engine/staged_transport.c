@@ -475,13 +475,6 @@ static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint
   return copies->transport->flush(copies, word, count);
 }
 
-/* Pairing wire-turn, acquire: the thread sees what the last holder of the lock did. Returns 1 if the caller took the
- * lock, or 0 if another thread holds the lock. */
-static int turn_taken(Wire *wire) { return __atomic_exchange_n(&wire->thread->turn, 1, __ATOMIC_ACQUIRE) == 0; }
-
-/* Pairing wire-turn, release. */
-static void turn_give(Wire *wire) { __atomic_store_n(&wire->thread->turn, 0, __ATOMIC_RELEASE); }
-
 /* Pairing wire-turn, release and acquire of values that the worker reads without holding the lock. */
 static void shown_store(int *shown, int value) { __atomic_store_n(shown, value, __ATOMIC_RELEASE); }
 static int shown_load(const int *shown) { return __atomic_load_n(shown, __ATOMIC_ACQUIRE); }
@@ -559,7 +552,7 @@ static int return_credits(Wire *wire, uint32_t *progress) {
 /* Serves a wire: posts messages and credits, and polls. Stores a failure in the wire's status. Returns 1, or 0 if
  * another thread is serving a wire of the same endpoint and this thread would have to wait for the provider's lock. */
 static int take_turn(Wire *wire, uint32_t *progress) {
-  if (!turn_taken(wire)) return 0;
+  if (!turn_taken(&wire->thread->turn)) return 0;
   if (wire->status == 0) {
     int status = post(wire, progress);
     if (status == 0 && wire->number == 0) status = return_credits(wire, progress);
@@ -567,7 +560,7 @@ static int take_turn(Wire *wire, uint32_t *progress) {
     shown_store(&wire->resting, wire->link->transport->idle(wire->link));
     shown_store(&wire->status, status);
   }
-  turn_give(wire);
+  turn_give(&wire->thread->turn);
   return 1;
 }
 
@@ -781,15 +774,11 @@ static int staged_idle(const ProxycclConnection *base) {
          are_resting(self) && self->out->transport->idle(self->out) && self->in->transport->idle(self->in);
 }
 
-static void destroy_part(ProxycclConnection *part) {
-  if (part != NULL) part->transport->destroy(part);
-}
-
 static void staged_destroy(ProxycclConnection *base) {
   StagedConnection *self = self_of(base);
-  for (uint32_t i = 0; i < self->options.wire_count; ++i) destroy_part(self->wires[i].link);
-  destroy_part(self->out);
-  destroy_part(self->in);
+  for (uint32_t i = 0; i < self->options.wire_count; ++i) proxyccl_connection_destroy(self->wires[i].link);
+  proxyccl_connection_destroy(self->out);
+  proxyccl_connection_destroy(self->in);
   free(self);
 }
 

@@ -6,8 +6,7 @@
  * ring. The sender's engine copies a put in pieces into its sending ring, and writes each piece to the same offset in
  * the receiver's receiving ring. The receiver's engine copies the pieces to their destination, so both engines must
  * run. A get is a request to the peer's engine, which then sends the data like a put. */
-#ifndef PROXYCCL_STAGED_TRANSPORT_H
-#define PROXYCCL_STAGED_TRANSPORT_H
+#pragma once
 
 #include "copy_transport.h"
 
@@ -91,5 +90,3 @@ void proxyccl_staged_wire_set_thread(ProxycclConnection *wire, ProxycclWireThrea
 
 /* In a put's destination, `base` is the address of the memory in the peer's process, and the key is the index of the
  * peer's range. A signal's word is given by its address in the peer's process. */
-
-#endif

@@ -46,13 +46,6 @@ struct ProxycclThread {
   ProxycclExitInfo found_info; /* the details of the outcome `found` */
 };
 
-/* Pairing turn, acquire: the thread sees what the last holder of the lock did. Returns 1 if the caller took the lock,
- * or 0 if another thread holds the lock. */
-static int turn_taken(ProxycclThread *thread) { return __atomic_exchange_n(&thread->turn, 1, __ATOMIC_ACQUIRE) == 0; }
-
-/* Pairing turn, release. */
-static void turn_give(ProxycclThread *thread) { __atomic_store_n(&thread->turn, 0, __ATOMIC_RELEASE); }
-
 /* Pairing new-worker, release: the thread sees everything that was stored in the worker before it was added. */
 static void push_added(ProxycclThread *thread, ProxycclWorker *worker) {
   worker->next = __atomic_load_n(&thread->added, __ATOMIC_RELAXED);
@@ -289,26 +282,26 @@ static int any_pushed(const ProxycclThread *thread) {
 
 int proxyccl_thread_help(ProxycclThread *thread, int waits) {
   Round round = {0};
-  if (!turn_taken(thread)) return 0;
+  if (!turn_taken(&thread->turn)) return 0;
   if (thread->found == CONTINUE && thread->first != NULL && (waits || any_pushed(thread))) {
     clear_info(&thread->found_info);
     thread->found = run_round(thread, &round, &thread->found_info);
     thread->helped |= round.progress ? HELPED_ON : HELPED_IDLY;
   }
-  turn_give(thread);
+  turn_give(&thread->turn);
   return round.progress;
 }
 
 /* Takes the lock `turn` again. The loop takes little time, because a helper holds the lock for at most one round. */
 static void take_back(ProxycclThread *thread) {
-  while (!turn_taken(thread)) sleep_for(TURN_SLEEP_NS);
+  while (!turn_taken(&thread->turn)) sleep_for(TURN_SLEEP_NS);
 }
 
 /* Backs off after a round without work. If the thread has helpers, releases the lock `turn` during the back-off.
  * Returns the time slept in ns. */
 static uint64_t rest(ProxycclThread *thread, uint64_t idle_ns, Idleness idleness) {
   if (thread->end_help == NULL) return back_off(thread, idle_ns, idleness);
-  turn_give(thread);
+  turn_give(&thread->turn);
   const uint64_t slept = back_off(thread, idle_ns, idleness);
   take_back(thread);
   return slept;

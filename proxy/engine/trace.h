@@ -3,8 +3,7 @@
  *
  * Reading the clock takes longer than issuing most triggers. So consecutive triggers that together take about
  * TRACE_CLOCK_INTERVAL_NS share one reading of the clock. A trigger that takes longer has its own reading. */
-#ifndef PROXYCCL_TRACE_H
-#define PROXYCCL_TRACE_H
+#pragma once
 
 #include "clock.h"
 #include "observe.h"
@@ -74,5 +73,3 @@ static inline uint64_t trace_wanted(ProxycclWorkerStats *stats) {
   __atomic_compare_exchange_n(&stats->trace_until, &until, 0, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return 0;
 }
-
-#endif

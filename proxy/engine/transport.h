@@ -4,8 +4,7 @@
  * connection executes its operations in order. A signal arrives after the data of all earlier puts and gets. A flush
  * word is written once all earlier operations are complete. A get reads the data of earlier puts, and a put sends the
  * data of earlier gets. */
-#ifndef PROXYCCL_TRANSPORT_H
-#define PROXYCCL_TRANSPORT_H
+#pragma once
 
 #include <stdint.h>
 
@@ -75,6 +74,7 @@ typedef struct ProxycclTransport {
   const char *(*error_text)(const ProxycclConnection *self);
   /* Returns 1 if nothing is outstanding. */
   int (*idle)(const ProxycclConnection *self);
+  /* Frees the connection and what it owns. The pointer is NULL if the connection owns nothing. */
   void (*destroy)(ProxycclConnection *self);
 } ProxycclTransport;
 
@@ -103,5 +103,3 @@ static inline int proxyccl_mark_progress(ProxycclConnection *self) {
   progress->marked = progress->issued;
   return self->transport->flush(self, &progress->completed, progress->marked);
 }
-
-#endif

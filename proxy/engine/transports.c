@@ -1,6 +1,6 @@
 #include "transports.h"
 
-#include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define ENTRY(name) &proxyccl_##name##_transport,
@@ -23,4 +23,9 @@ const char *proxyccl_connection_error_text(const ProxycclConnection *connection)
   return connection->transport->error_text == NULL ? "" : connection->transport->error_text(connection);
 }
 
-void proxyccl_connection_destroy(ProxycclConnection *connection) { connection->transport->destroy(connection); }
+void proxyccl_connection_destroy(ProxycclConnection *connection) {
+  if (connection == NULL || connection->transport->destroy == NULL)
+    free(connection);
+  else
+    connection->transport->destroy(connection);
+}

@@ -1,6 +1,5 @@
 /* The table of all transports, by name. The engine uses transports only through their functions (transport.h). */
-#ifndef PROXYCCL_TRANSPORTS_H
-#define PROXYCCL_TRANSPORTS_H
+#pragma once
 
 #include "transport.h"
 
@@ -16,8 +15,6 @@ PROXYCCL_TRANSPORTS(PROXYCCL_DECLARE_TRANSPORT)
  * latter case errno is ENOMEM, or ENOSYS if this build lacks the transport. */
 ProxycclConnection *proxyccl_connection_create(const char *name, const void *options,
                                                const ProxycclRuntimeTable *runtime, const char **refused);
-void proxyccl_connection_destroy(ProxycclConnection *connection);
+void proxyccl_connection_destroy(ProxycclConnection *connection); /* does nothing for NULL */
 /* Returns the provider's message about the error that ended a connection; "" if there is none. */
 const char *proxyccl_connection_error_text(const ProxycclConnection *connection);
-
-#endif

@@ -2,8 +2,7 @@
  * on.
  *
  * All memory is read through a system call, so an invalid address gives an error instead of a fault. */
-#ifndef PROXYCCL_VERBS_OBJECTS_H
-#define PROXYCCL_VERBS_OBJECTS_H
+#pragma once
 
 #include <stdint.h>
 
@@ -29,5 +28,3 @@ typedef struct ProxycclVerbsQp {
 ProxycclVerbsFinding proxyccl_verbs_find_qp(uintptr_t object, uint32_t offset, uint32_t qp_num, ProxycclVerbsQp *found);
 /* Checks that the ibv_qp * `qp` is the queue pair with number `qp_num`. */
 ProxycclVerbsFinding proxyccl_verbs_check_qp(uintptr_t qp, uint32_t qp_num, ProxycclVerbsQp *found);
-
-#endif

@@ -149,8 +149,6 @@ static int verbs_idle(const ProxycclConnection *base) {
   return self->made == self->retired;
 }
 
-static void verbs_destroy(ProxycclConnection *base) { free(base); }
-
 int proxyccl_verbs_built(void) { return 1; }
 
 /* Returns the name of an option that is out of range, or NULL. */
@@ -202,7 +200,6 @@ const ProxycclTransport proxyccl_verbs_transport = {
     .flush = queued_flush,
     .poll = verbs_poll,
     .idle = verbs_idle,
-    .destroy = verbs_destroy,
 };
 
 #else

@@ -2,8 +2,7 @@
  *
  * The transport is built only with libibverbs' headers. The engine is not linked to the library, because posting and
  * polling are inline functions that call through the queue pair's context. */
-#ifndef PROXYCCL_VERBS_TRANSPORT_H
-#define PROXYCCL_VERBS_TRANSPORT_H
+#pragma once
 
 #include <stdint.h>
 
@@ -52,5 +51,3 @@ typedef struct ProxycclVerbsOptions {
 
 /* Returns 1 if this build has the transport, which needs libibverbs' headers. */
 int proxyccl_verbs_built(void);
-
-#endif

@@ -1,6 +1,5 @@
 /* The structs of a service and of a worker, which the engine's files share. */
-#ifndef PROXYCCL_WORKER_H
-#define PROXYCCL_WORKER_H
+#pragma once
 
 #include "engine.h"
 #include "order.h"
@@ -141,5 +140,3 @@ void proxyccl_worker_show_schedule_waits(ProxycclWorker *worker);
  * is outstanding. Returns CONTINUE, or the reason why the thread must return. */
 ProxycclOutcome proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                      int *outstanding);
-
-#endif

@@ -18,6 +18,7 @@ from proxyccl.proxy.observe.reader import ChannelView, ServiceView, snapshots
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Labels = dict[str, object]
+_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 _THREAD = "its thread (ranks of a node daemon share threads)"
 _Family = tuple[str, str, Callable[[Any], float]]
@@ -58,12 +59,9 @@ _CHANNELS: tuple[_Family, ...] = (
 )
 
 
-def _escape(value: object) -> str:
-    return str(value).replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-
-
 def _sample(name: str, labels: Labels, value: float) -> str:
-    inside = ",".join(f'{key}="{_escape(label)}"' for key, label in labels.items() if label is not None)
+    texts = ((key, str(label).translate(_ESCAPES)) for key, label in labels.items() if label is not None)
+    inside = ",".join(f'{key}="{text}"' for key, text in texts)
     return f"proxyccl_{name}{{{inside}}} {value:.17g}"
 
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.process.private_directories import make_private, require_private
+from proxyccl.device.process.private_directories import open_private
 from proxyccl.device.process.user_directories import user_directory
 
 KEPT = 1000
@@ -49,10 +49,10 @@ def write(group: str, who: str, number: int, text: str) -> Path:
     where = directory().absolute()
     is_default = where == default_directory().absolute()
     if is_default:
-        make_private(where.parent)
+        os.close(open_private(where.parent, make=True))
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
     if is_default:
-        require_private(where)
+        os.close(open_private(where))
     path = where / f"{group}-{who}-{os.getpid()}-{number}.json"
     unfinished = path.with_suffix(".unfinished")
     # O_NOFOLLOW is needed, because other users may create links in a shared directory.
@@ -61,7 +61,8 @@ def write(group: str, who: str, number: int, text: str) -> Path:
         file.write(text)
     unfinished.replace(path)
     if is_default:
-        _forget_oldest(where)
+        for old in reports_in(where)[:-KEPT]:
+            old.unlink(missing_ok=True)
     return path
 
 
@@ -78,8 +79,3 @@ def reports_in(where: Path) -> list[Path]:
             with contextlib.suppress(FileNotFoundError):  # another process may have removed the file
                 found.append((path.stat().st_mtime_ns, path))
     return [path for _, path in sorted(found)]
-
-
-def _forget_oldest(where: Path) -> None:
-    for path in reports_in(where)[:-KEPT]:
-        path.unlink(missing_ok=True)

@@ -6,8 +6,7 @@
  * for the peer's kernels. If the owner asks proxies to register the memory, the peer also replies with the memory's id
  * in the peer's proxy. A reply contains the version of the entry to which it replies, so a late reply is not mistaken
  * for a reply about newer memory. */
-#ifndef PROXYCCL_ANNOUNCEMENTS_H
-#define PROXYCCL_ANNOUNCEMENTS_H
+#pragma once
 
 #include <stdint.h>
 
@@ -68,5 +67,3 @@ int proxyccl_announcement_memory(const ProxycclAnnouncements *table, uint32_t en
 /* The owner calls this to read the address of a peer's reply into *address. Returns 1 if the reply is to the entry's
  * present version, otherwise 0. */
 int proxyccl_announcement_reached(const ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint64_t *address);
-
-#endif

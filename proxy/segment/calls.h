@@ -7,8 +7,7 @@
  * If a rank is ahead of a peer by more calls than the log has entries, the rank overwrites entries that the peer has
  * not compared yet. So each entry also has a digest of all earlier calls. If earlier calls differ, the comparison of
  * the next entry that is still in the log returns the status PROXYCCL_CALL_DIFFERED. */
-#ifndef PROXYCCL_CALLS_H
-#define PROXYCCL_CALLS_H
+#pragma once
 
 #include <stdint.h>
 
@@ -90,5 +89,3 @@ int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, con
  * PROXYCCL_OTHER_CONTEXT. */
 int proxyccl_calls_ring(ProxycclCallers *callers, const ProxycclCall *call, ProxycclStreamOperations *operations,
                         uintptr_t stream);
-
-#endif

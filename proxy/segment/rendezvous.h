@@ -3,8 +3,7 @@
  * Each rank owns one rendezvous. A rank that forms a new group leaves invitations in its own rendezvous, under a key
  * that the group's members know. Ranks of a group exchange messages through their mailboxes. Questions that concern the
  * whole group are decided in the first rank's rendezvous, whose memory exists as long as any rank maps this memory. */
-#ifndef PROXYCCL_RENDEZVOUS_H
-#define PROXYCCL_RENDEZVOUS_H
+#pragma once
 
 #include <stdint.h>
 
@@ -59,5 +58,3 @@ int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, Pro
 uint64_t proxyccl_decide(ProxycclRendezvous *first, uint32_t question, uint64_t value);
 /* Returns a question's decision; 0 if the question is not decided yet. */
 uint64_t proxyccl_decision(const ProxycclRendezvous *first, uint32_t question);
-
-#endif

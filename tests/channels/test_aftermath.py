@@ -48,9 +48,9 @@ def no_other_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def held() -> Iterator[Held]:
     hold = Held()
-    add_hold(hold)
+    add_hold(hold.holds)
     yield hold
-    remove_hold(hold)
+    remove_hold(hold.holds)
 
 
 # -- memory that a `Hold` keeps allocated after its owner freed it ---

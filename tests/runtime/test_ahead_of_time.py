@@ -160,6 +160,8 @@ def without_a_device() -> tuple[GpuRuntime, list[bytes]]:
         load_module=load,
         thread_stream=2,
         legacy_stream=1,
+        loads_lazily=False,
+        queue_limit=None,
         calls=DriverCalls,
         **dict.fromkeys(("allocate", "context", "current", "make_current", "relax_capture"), zero),
         **dict.fromkeys(("create_stream", "release", "address"), zero),

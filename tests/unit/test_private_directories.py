@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from proxyccl import UntrustedPathError
-from proxyccl.device.process.private_directories import (
-    make_private,
-    open_private,
-    read_private,
-    require_private,
-    write_private,
-)
+from proxyccl.device.process.private_directories import open_private, read_private, write_private
 
 STRANGER = 54321
+
+
+def require_private(directory: Path, argument: str = "directory", **options: bool) -> None:
+    os.close(open_private(directory, argument, **options))
 
 
 @pytest.fixture
@@ -95,17 +93,17 @@ def test_a_link_or_a_file_in_the_directorys_place_is_refused(directory: Path, tm
     with pytest.raises(UntrustedPathError, match="link is a link"):
         require_private(tmp_path / "link")
     with pytest.raises(NotADirectoryError, match="file"):
-        make_private(tmp_path / "file")
+        require_private(tmp_path / "file", make=True)
     with pytest.raises(FileNotFoundError):
         require_private(tmp_path / "nothing")
 
 
 def test_directories_that_are_missing_are_made_for_this_user(tmp_path: Path) -> None:
-    make_private(tmp_path / "a" / "b", secret=True)
+    require_private(tmp_path / "a" / "b", secret=True, make=True)
     assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "a/b")] == [0o700, 0o700]
     before = os.umask(0)
     try:
-        make_private(tmp_path / "c" / "d")
+        require_private(tmp_path / "c" / "d", make=True)
     finally:
         os.umask(before)
     assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("c", "c/d")] == [0o755, 0o755]

@@ -1,6 +1,5 @@
 // Defines MSCCLPP_ASSERT_DEVICE, which ends the communicator if its condition is false.
-#ifndef MSCCLPP_ASSERT_DEVICE_HPP_
-#define MSCCLPP_ASSERT_DEVICE_HPP_
+#pragma once
 
 #include "mscclpp/device.hpp"
 #include "proxyccl/wait.h"
@@ -14,5 +13,3 @@
       ::proxyccl::recordError(nullptr, PROXYCCL_ERROR_LOCAL,                                      \
                               {PROXYCCL_WAIT_NONE, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, 0}, 0); \
   } while (0)
-
-#endif

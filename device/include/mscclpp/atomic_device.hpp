@@ -1,6 +1,5 @@
 // Defines MSCCL++'s atomic operations, which take memory order and scope as arguments.
-#ifndef MSCCLPP_ATOMIC_DEVICE_HPP_
-#define MSCCLPP_ATOMIC_DEVICE_HPP_
+#pragma once
 
 #include "mscclpp/device.hpp"
 
@@ -53,5 +52,3 @@ PROXYCCL_DEVICE T atomicFetchAdd(T* p, const proxyccl::Same<T>& value, MemoryOrd
 }
 
 }  // namespace mscclpp
-
-#endif

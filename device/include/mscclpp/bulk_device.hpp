@@ -1,6 +1,5 @@
 // Declares MSCCL++'s names for bulk copies through shared memory, which are not implemented.
-#ifndef MSCCLPP_BULK_DEVICE_HPP_
-#define MSCCLPP_BULK_DEVICE_HPP_
+#pragma once
 
 #include "mscclpp/poll_device.hpp"
 
@@ -30,5 +29,3 @@ MSCCLPP_NO_BULK(bulkFence)
 #undef MSCCLPP_NO_BULK
 
 }  // namespace mscclpp
-
-#endif

@@ -1,6 +1,5 @@
 // DeviceSyncer and DeviceSemaphore: barriers and semaphores between the blocks of a grid.
-#ifndef MSCCLPP_CONCURRENCY_DEVICE_HPP_
-#define MSCCLPP_CONCURRENCY_DEVICE_HPP_
+#pragma once
 
 #include "mscclpp/atomic_device.hpp"
 #include "mscclpp/poll_device.hpp"
@@ -24,5 +23,3 @@ struct DeviceSemaphore : proxyccl::DeviceSemaphore {
 };
 
 }  // namespace mscclpp
-
-#endif

@@ -1,6 +1,5 @@
 // Defines copy(), read() and write() between addresses.
-#ifndef MSCCLPP_COPY_DEVICE_HPP_
-#define MSCCLPP_COPY_DEVICE_HPP_
+#pragma once
 
 #include "mscclpp/packet_device.hpp"
 #include "proxyccl/copy.h"
@@ -39,5 +38,3 @@ PROXYCCL_DEVICE T read(const void* src, uint64_t index) {
 }
 
 }  // namespace mscclpp
-
-#endif

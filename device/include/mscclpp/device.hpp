@@ -4,8 +4,7 @@
 // for MSCCL++ compiles unchanged. This folder's host headers (core.hpp, …) only include the device headers. Two things
 // differ. The communicator's time-out bounds each wait, and MSCCL++'s bounds in spins (maxSpinCount) are ignored. Where
 // MSCCL++ aborts the kernel, ProxyCCL ends the communicator with an exception. See docs/coming_from_mscclpp.md.
-#ifndef MSCCLPP_DEVICE_HPP_
-#define MSCCLPP_DEVICE_HPP_
+#pragma once
 
 #include "proxyccl/platform.h"
 
@@ -30,5 +29,3 @@ template <class Channel>
 using DeviceHandle = typename Channel::DeviceHandle;
 
 }  // namespace mscclpp
-
-#endif

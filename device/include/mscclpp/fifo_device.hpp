@@ -1,7 +1,6 @@
 // ProxyTrigger and FifoDeviceHandle. The trigger's layout (proxyccl/trigger.h) is that of MSCCL++, except that one bit
 // of the size marks a get, so a transfer has at most 2 GiB.
-#ifndef MSCCLPP_FIFO_DEVICE_HPP_
-#define MSCCLPP_FIFO_DEVICE_HPP_
+#pragma once
 
 #include "mscclpp/atomic_device.hpp"
 #include "mscclpp/poll_device.hpp"
@@ -96,5 +95,3 @@ struct Fifo {
 };
 
 }  // namespace mscclpp
-
-#endif

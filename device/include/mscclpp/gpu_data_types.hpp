@@ -2,8 +2,7 @@
 //
 // On NVIDIA and on the host, the 16-bit floats have CUDA's names. On AMD, vectors hold proxyccl::NarrowFloat elements,
 // which convert to float and from numbers.
-#ifndef MSCCLPP_GPU_DATA_TYPES_HPP_
-#define MSCCLPP_GPU_DATA_TYPES_HPP_
+#pragma once
 
 #include "mscclpp/device.hpp"
 #include "proxyccl/narrow_float.h"
@@ -258,5 +257,3 @@ PROXYCCL_DEVICE To to(const From& from) {
 }
 
 }  // namespace mscclpp
-
-#endif

@@ -2,8 +2,7 @@
 //
 // The two types have the same layout, so a kernel's parameter of either type accepts a handle from
 // `Communicator.sm_channels`.
-#ifndef MSCCLPP_MEMORY_CHANNEL_DEVICE_HPP_
-#define MSCCLPP_MEMORY_CHANNEL_DEVICE_HPP_
+#pragma once
 
 #include "mscclpp/copy_device.hpp"
 #include "mscclpp/semaphore_device.hpp"
@@ -190,5 +189,3 @@ MSCCLPP_SAME_PLACE(channel_, channel)
 static_assert(sizeof(MemoryChannelDeviceHandle) == sizeof(ProxycclSmChannel), "the handles differ in size");
 
 }  // namespace mscclpp
-
-#endif

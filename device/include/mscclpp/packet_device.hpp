@@ -1,6 +1,5 @@
 // Packets of MSCCL++'s LL protocol, with the layout of proxyccl's packets (proxyccl/packet.h).
-#ifndef MSCCLPP_PACKET_DEVICE_HPP_
-#define MSCCLPP_PACKET_DEVICE_HPP_
+#pragma once
 
 #include "mscclpp/device.hpp"
 #include "proxyccl/packet.h"
@@ -139,5 +138,3 @@ PROXYCCL_DEVICE void getPackets(const void* target, uint64_t targetOffset, void*
 }
 
 }  // namespace mscclpp
-
-#endif

@@ -1,6 +1,5 @@
 // Defines MSCCL++'s macros that wait for a condition. The communicator's time-out bounds each wait.
-#ifndef MSCCLPP_POLL_DEVICE_HPP_
-#define MSCCLPP_POLL_DEVICE_HPP_
+#pragma once
 
 #include "mscclpp/assert_device.hpp"
 #include "proxyccl/wait.h"
@@ -27,5 +26,3 @@ PROXYCCL_DEVICE void waitForCondition(Ready ready) {
 
 /// Spins while both conditions hold; see POLL_MAYBE_JAILBREAK.
 #define OR_POLL_MAYBE_JAILBREAK(first, second, max_spins) POLL_MAYBE_JAILBREAK((first) && (second), max_spins)
-
-#endif

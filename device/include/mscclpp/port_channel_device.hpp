@@ -3,8 +3,7 @@
 // The two types have the same layout, so a kernel's parameter of either type accepts a handle from
 // `Communicator.proxy_channels`. A semaphore's id equals its channel's id, because both are numbered from 0 in each
 // proxy.
-#ifndef MSCCLPP_PORT_CHANNEL_DEVICE_HPP_
-#define MSCCLPP_PORT_CHANNEL_DEVICE_HPP_
+#pragma once
 
 #include "mscclpp/fifo_device.hpp"
 #include "mscclpp/semaphore_device.hpp"
@@ -129,5 +128,3 @@ PROXYCCL_DEVICE void waitFlush(uint64_t* flushDonePos, uint64_t place, int64_t =
 static_assert(sizeof(PortChannelDeviceHandle) == sizeof(ProxycclProxyChannel), "the handles differ in size");
 
 }  // namespace mscclpp
-
-#endif

@@ -2,8 +2,7 @@
 //
 // Any number of threads may call each method concurrently, except where the link to the peer does not support atomic
 // additions (proxyccl::SharedSemaphore::signal()).
-#ifndef MSCCLPP_SEMAPHORE_DEVICE_HPP_
-#define MSCCLPP_SEMAPHORE_DEVICE_HPP_
+#pragma once
 
 #include "mscclpp/atomic_device.hpp"
 #include "mscclpp/poll_device.hpp"
@@ -79,5 +78,3 @@ struct MemoryDevice2DeviceSemaphore {
 using SmDevice2DeviceSemaphore = MemoryDevice2DeviceSemaphore;
 
 }  // namespace mscclpp
-
-#endif

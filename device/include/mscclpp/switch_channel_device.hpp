@@ -1,6 +1,5 @@
 // Declares SwitchChannelDeviceHandle only by name: multicast by a switch is not supported, so its use does not compile.
-#ifndef MSCCLPP_SWITCH_CHANNEL_DEVICE_HPP_
-#define MSCCLPP_SWITCH_CHANNEL_DEVICE_HPP_
+#pragma once
 
 #include "mscclpp/gpu_data_types.hpp"
 #include "mscclpp/semaphore_device.hpp"
@@ -65,5 +64,3 @@ struct SwitchChannel {
 }  // namespace mscclpp
 
 #undef MSCCLPP_NO_SWITCH
-
-#endif

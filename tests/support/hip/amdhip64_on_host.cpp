@@ -568,7 +568,12 @@ HIP_EXPORT hipError_t hipEventQuery(hipEvent_t event) {
   return static_cast<hipError_t>(proxyccl_host_event_query(event));
 }
 HIP_EXPORT hipError_t hipEventSynchronize(hipEvent_t event) {
-  return static_cast<hipError_t>(proxyccl_host_event_synchronize(event));
+  uint64_t target = 0;
+  int status;
+  do {
+    status = proxyccl_host_event_await(event, &target, 1000);
+  } while (status == PROXYCCL_HOST_NOT_READY);
+  return static_cast<hipError_t>(status);
 }
 HIP_EXPORT hipError_t hipEventElapsedTime(float* milliseconds, hipEvent_t start, hipEvent_t end) {
   return static_cast<hipError_t>(proxyccl_host_event_elapsed(milliseconds, start, end));
