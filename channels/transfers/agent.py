@@ -845,7 +845,7 @@ class Agent:
         """
         link = self._link(peer, self._known(peer))
         if link is None:
-            raise_status(lib.proxyccl_agent_tell_itself(self._handle, message, len(message)), peer)
+            raise_status(lib.proxyccl_agent_tell(self._handle, ffi.NULL, message, len(message)), peer)
         else:
             link.tell(message)
 

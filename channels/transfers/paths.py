@@ -126,6 +126,7 @@ class Link:
         address: bytes,
     ) -> None:
         self.peer, self.path, self.pid, self.carrier = peer, path, pid, carrier
+        self._agent = agent
         handle = lib.proxyccl_link_create(agent, connection.detach(), secret, process, pid, address, len(address))
         if not handle:
             if ffi.errno == errno.ECANCELED:
@@ -150,7 +151,8 @@ class Link:
     def tell(self, message: bytes) -> None:
         """Sends a message. Raises the errors of `Agent.notify`, and TransferError if too many bytes are waiting to be
         sent."""
-        raise_status(lib.proxyccl_link_tell(self.handle, message, len(message)), self.peer, self.lost)
+        status = lib.proxyccl_agent_tell(self._agent, self.handle, message, len(message))
+        raise_status(status, self.peer, self.lost)
 
     def end(self) -> None:
         """Closes the link. Active transfers over the link end as lost."""
