@@ -72,7 +72,7 @@ class Pair:
         found = rdma_devices()
         for name in names:
             wanted = RdmaOptions(device=name, gid_index=gid_index, send_depth=depth)
-            self._devices.append(VerbsDevice.open(choose_device(found, wanted), wanted))
+            self._devices.append(VerbsDevice(choose_device(found, wanted), wanted))
             self.memories.append(runtime.allocate(_LONG))
             registrations = Registrations(self._devices[-1])
             self.regions.append(registrations.register(self.memories[-1].ptr, _LONG))

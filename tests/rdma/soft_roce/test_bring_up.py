@@ -66,7 +66,7 @@ class Ends:
         self.devices = []
         for name in DEVICES:
             wanted = RdmaOptions(device=name, **options)
-            self.devices.append(VerbsDevice.open(choose_device(devices, wanted), wanted))
+            self.devices.append(VerbsDevice(choose_device(devices, wanted), wanted))
         self.endpoints = [device.endpoint() for device in self.devices]
         self.registrations = [Registrations(device) for device in self.devices]
         near, far = self.endpoints
@@ -230,12 +230,12 @@ def test_a_gid_index_that_is_not_there_is_named(devices: list[RdmaDevice], index
     with pytest.raises(ArgumentError, match=rf"gid_index: no active port has a GID {index}; there is .*{ADDRESSES[0]}"):
         choose_device(devices, RdmaOptions(gid_index=index))
     with pytest.raises(ArgumentError, match=rf"gid_index: {DEVICES[0]} port 1 has no GID {index}; there is GID 0 .*"):
-        VerbsDevice.open(DeviceChoice(devices[0], 1, index), RdmaOptions())
+        VerbsDevice(DeviceChoice(devices[0], 1, index), RdmaOptions())
 
 
 def test_a_device_that_went_is_told(devices: list[RdmaDevice]) -> None:
     with pytest.raises(RuntimeUnavailableError, match=r"ibv_open_device of mlx5_9: .*ibverbs-providers"):
-        VerbsDevice.open(DeviceChoice(replace(devices[0], name="mlx5_9"), 1, 0), RdmaOptions())
+        VerbsDevice(DeviceChoice(replace(devices[0], name="mlx5_9"), 1, 0), RdmaOptions())
 
 
 def in_another_process(body: Callable[[], Any]) -> Any:
@@ -289,7 +289,7 @@ def test_a_device_without_its_file_is_listed_with_the_reason(devices: list[RdmaD
 def test_the_limit_of_locked_memory_is_named(devices: list[RdmaDevice]) -> None:
     def register() -> str:
         memory = Memory(1 << 20)
-        with VerbsDevice.open(choose_device(devices, RdmaOptions()), RdmaOptions()) as device:
+        with VerbsDevice(choose_device(devices, RdmaOptions()), RdmaOptions()) as device:
             resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
             os.setuid(NOBODY)  # RLIMIT_MEMLOCK does not limit root
             with pytest.raises(ResourceError) as caught:
@@ -358,7 +358,7 @@ def test_the_mtu_is_what_was_asked_for(devices: list[RdmaDevice], mtu: int) -> N
 
 def test_the_smaller_mtu_of_two_ends_is_used(devices: list[RdmaDevice]) -> None:
     options = RdmaOptions(device=DEVICES[0]), RdmaOptions(device=DEVICES[1], mtu=512)
-    opened = [VerbsDevice.open(choose_device(devices, wanted), wanted) for wanted in options]
+    opened = [VerbsDevice(choose_device(devices, wanted), wanted) for wanted in options]
     near, far = (device.endpoint() for device in opened)
     near.connect(far.address)
     far.connect(near.address)
@@ -381,13 +381,13 @@ def test_a_device_has_no_more_mtu_than_its_port(devices: list[RdmaDevice]) -> No
     try:
         options = RdmaOptions(device=DEVICES[0], mtu=4096)
         with pytest.raises(ArgumentError, match=f"mtu: 4096 is more than {DEVICES[0]} port 1 has, 1024"):
-            VerbsDevice.open(choose_device(devices, options), options)
+            VerbsDevice(choose_device(devices, options), options)
     finally:
         run("ip", "link", "set", INTERFACES[0], "mtu", "4200")
 
 
 def test_an_address_that_nobody_has_is_given_up(devices: list[RdmaDevice]) -> None:
-    with VerbsDevice.open(choose_device(devices, RdmaOptions()), RdmaOptions()) as device:
+    with VerbsDevice(choose_device(devices, RdmaOptions()), RdmaOptions()) as device:
         endpoint = device.endpoint()
         gid = ipaddress.IPv6Address("::ffff:10.9.0.77").packed
         nobody = structs.replace(EndpointAddress.decode(endpoint.address), gid=gid)
