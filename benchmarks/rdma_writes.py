@@ -79,7 +79,7 @@ class Pair:
 
     def describe(self) -> list[str]:
         """Returns a line of text for each device."""
-        return [device.describe() for device in self._devices]
+        return [f"{device.name} port {device.choice.port}, {device.gid}" for device in self._devices]
 
     @property
     def gid_index(self) -> int:

@@ -115,10 +115,6 @@ class VerbsDevice:
         """The port's rate in Gbit/s, at least 1."""
         return max(1, int(self.choice.device.port(self.choice.port).rate))
 
-    def describe(self) -> str:
-        """Returns a line that describes the device, its port and its GID."""
-        return f"{self.name} port {self.choice.port}, {self.gid}"
-
     def find_gid(self) -> int | None:
         """Returns the present index of the device's GID, which changes if the port has been down; None if the port is
         not active.

@@ -583,7 +583,7 @@ def test_what_is_missing_is_one_sentence(
     assert not missing(sysfs)
     assert missing(nowhere) == f"no RDMA device in {nowhere}/class/infiniband"
     engine_built(monkeypatch, 0)
-    assert "without libibverbs' headers: apt install libibverbs-dev" in str(missing(sysfs))
+    assert "without libibverbs' headers (Debian, Ubuntu: apt install libibverbs-dev" in str(missing(sysfs))
     put(sysfs / "class/infiniband/mlx5_0/ports/1", {"state": "2: INIT"})
     put(sysfs / "class/infiniband/mlx5_1/ports/1", {"state": "1: DOWN"})
     hide_pyverbs(monkeypatch)
