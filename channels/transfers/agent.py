@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from proxyccl.channels import array_libraries
@@ -27,15 +28,12 @@ from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slice
 from proxyccl.channels.transfers.errors import (
     NameTakenError,
     NotRegisteredError,
-    StaleReadError,
-    StaleWriteError,
     TransferTimeoutError,
     UnknownAgentError,
 )
 from proxyccl.channels.transfers.fabric import AgentFabric, open_fabric
 from proxyccl.channels.transfers.grants import (
     GRANT,
-    Blocks,
     BlocksOfHost,
     Fence,
     Found,
@@ -449,23 +447,22 @@ class Agent:
             self._ledger.revoke(numbers)
             raise
 
-    def _granted(self, grant: bytes | int, name: str, known: Peer | None, rows: Rows, writes: bool) -> Blocks:
+    def _granted(
+        self, grant: bytes | int, name: str, known: Peer | None, rows: Rows, writes: bool
+    ) -> BlocksOfHost | Fence:
         """Finds a transfer's blocks in a grant. Raises the errors of `prepare` for `grant`."""
         if isinstance(grant, bytes):
             message = GRANT.decode(grant, "an agent")
             found = find_blocks(message, rows, writes=writes)
             if message.token != (self._token if known is None else known.token):
-                generations = {index: int(number) for index, number in enumerate(found.numbers)}
                 text = f"the grant is of a former agent {name}, which has ended"
-                if writes:
-                    raise StaleWriteError(text, name, generations)
-                raise StaleReadError(text, name, generations, [])
+                replace(found, owner=name).raise_stale(np.ones(len(rows), bool), text)
         else:
             number = number_of(_as_key(grant, "grant"), writes=writes)
-            found = Found(name, writes, np.full(len(rows), number, np.uint64), number)
+            found = Found(name, writes, rows, np.full(len(rows), number, np.uint64), number)
         ledger = self._ledger if known is None else known.ledger
         if ledger is not None:
-            return BlocksOfHost(found, rows, ledger)
+            return BlocksOfHost(found, ledger)
         assert known is not None
         numbers = np.unique(found.numbers)
         region, words = self._words_of(len(numbers))
@@ -473,7 +470,7 @@ class Agent:
         at = np.uint64(known.place.ledger_address) + numbers % np.uint64(lib.PROXYCCL_LEDGER_WORDS) * size
         here = np.uint64(region.address) + np.arange(len(numbers), dtype=np.uint64) * size
         look = self.prepare("read", name, np.column_stack((here, at, np.full_like(at, size))))
-        fence = Fence(found, rows, look, words[: len(numbers)])
+        fence = Fence(found, look, words[: len(numbers)])
         forks.finalizer(fence, self._idle_words.append, (region, words, look))
         return fence
 
