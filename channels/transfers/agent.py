@@ -48,10 +48,10 @@ from proxyccl.channels.transfers.losses import event_of_losses
 from proxyccl.channels.transfers.metadata import LONGEST_NAME, METADATA, Metadata, Place
 from proxyccl.channels.transfers.paths import (
     FABRIC,
+    Connecting,
     Link,
     Path,
     allowed_paths,
-    connect,
     open_listeners,
 )
 from proxyccl.channels.transfers.peers import Peer
@@ -679,14 +679,15 @@ class Agent:
         with peer.connecting:  # the agent's lock isn't held, because connecting may take long
             if peer.link is None:
                 fabric = self._fabric if self._fabric and self._fabric.reaches(peer.place.fabric) else None
-                seconds = min(self.timeout, _CONNECT_SECONDS)
+                deadline = time.monotonic() + min(self.timeout, _CONNECT_SECONDS)
                 ledger, reason = _open_ledger(peer.place)
                 with contextlib.ExitStack() as undo:
                     if ledger is not None:
                         undo.callback(ledger.close)
-                    link = connect(
-                        self._handle, name, peer.token, peer.place, self._preparer.paths, seconds, fabric, reason
+                    attempt = Connecting(
+                        self._handle, name, peer.token, peer.place, self._preparer.paths, deadline, fabric, reason
                     )
+                    link = attempt.connect()
                     undo.pop_all()
                 if fabric is not None and link.path.name.startswith("fabric"):
                     peer.number, _ = fabric.endpoint.insert(peer.place.fabric)
