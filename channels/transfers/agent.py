@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -200,9 +199,7 @@ class Agent:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:

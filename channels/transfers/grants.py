@@ -13,7 +13,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Self
 
 import numpy as np
@@ -102,9 +101,7 @@ class Grant:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._process.is_here:
             self.revoke()
 

@@ -43,7 +43,7 @@ from proxyccl.proxy.remote_options import MTUS, RemoteSetup
 from proxyccl.proxy.transports.table import remote_functions
 from proxyccl.proxy.verbs import pyverbs_api, requirements
 from proxyccl.proxy.verbs.address import GID_TYPES, LINK_LAYERS, EndpointAddress
-from proxyccl.proxy.verbs.devices import DeviceChoice, choose_device
+from proxyccl.proxy.verbs.devices import DeviceChoice, choose_devices
 from proxyccl.proxy.verbs.endpoint import Endpoint, VerbsDevice
 from proxyccl.proxy.verbs.registrations import Registrations, VerbsContext
 from proxyccl.proxy.verbs.requirements import missing
@@ -360,9 +360,9 @@ def roce_device(name: str, numa_node: int | None = None, *, rate: float = 100, s
 def chosen(
     devices: list[RdmaDevice], near: int | None = None, local_rank: int = 0, **options: Any
 ) -> tuple[str, int, int]:
-    choice = choose_device(
+    choice = choose_devices(
         devices, RdmaOptions(**options), Place(node=near), local_rank=local_rank, root=Path("/nowhere")
-    )
+    )[0]
     return choice.device.name, choice.port, choice.gid_index
 
 
@@ -371,11 +371,11 @@ def test_the_nearest_device_is_chosen(sysfs: Path) -> None:
     assert chosen(there, 0) == ("a", 1, 1)
     assert chosen(there, 1) == ("b", 1, 1)
     # A NUMA node without a device uses the nearest device or, if distances are unknown, a device whose node is known.
-    assert choose_device(there[1:], RdmaOptions(), Place(node=0), root=sysfs).device.name == "b"
+    assert choose_devices(there[1:], RdmaOptions(), Place(node=0), root=sysfs)[0].device.name == "b"
     put(sysfs / "devices/system/node", {"node2/distance": "30 20 10", "node2/cpulist": ""})
-    assert choose_device(there, RdmaOptions(), Place(node=2), root=sysfs).device.name == "b"
+    assert choose_devices(there, RdmaOptions(), Place(node=2), root=sysfs)[0].device.name == "b"
     put(sysfs / "devices/system/node", {"node2/distance": "20 30 10"})
-    assert choose_device(there, RdmaOptions(), Place(node=2), root=sysfs).device.name == "a"
+    assert choose_devices(there, RdmaOptions(), Place(node=2), root=sysfs)[0].device.name == "a"
 
 
 def test_of_equally_near_devices_the_fastest_is_chosen() -> None:
