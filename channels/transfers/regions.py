@@ -147,7 +147,9 @@ class Regions:
     def _sort(self) -> None:
         """Applies the changes to the sorted regions."""
         if self._dropped:
-            left = np.flatnonzero(~np.isin(self._columns[3], np.array(self._dropped, np.uint64)))
+            dropped, numbers = np.array(sorted(self._dropped), np.uint64), self._columns[3]
+            # Compares each number with the greatest dropped number up to it. If there is none, the index is -1.
+            (left,) = (dropped[dropped.searchsorted(numbers, "right") - 1] != numbers).nonzero()
             self._columns, self._sorted = self._columns.take(left, axis=1), self._sorted[left]
         if self._new:
             new = np.empty(len(self._new), object)
