@@ -157,10 +157,13 @@ def _reach(address: str, port: int) -> socket.socket:
 
 
 async def _receive(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    name, request, length = _HEAD.unpack(await reader.readexactly(_HEAD.size))
-    if name != _FORMAT or length > _LONGEST:
-        raise OSError("the peer sent an invalid request")
-    return request, await reader.readexactly(length)
+    try:
+        name, request, length = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+        if name != _FORMAT or length > _LONGEST:
+            raise OSError("the peer sent an invalid request")
+        return request, await reader.readexactly(length)
+    except asyncio.IncompleteReadError:
+        raise OSError("the peer has closed the connection") from None
 
 
 @contextlib.asynccontextmanager
