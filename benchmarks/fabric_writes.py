@@ -31,7 +31,7 @@ from proxied_writes import TIMEOUT, Place, ProxiedWrites
 from proxyccl import FabricOptions, open_runtime
 from proxyccl.device.errors import TransportError
 from proxyccl.proxy.fabric.endpoint import FabricEndpoint
-from proxyccl.proxy.fabric.library import FabricOffer, choose_offer, fabric_offers, load
+from proxyccl.proxy.fabric.library import FabricOffer, choose_offers, fabric_offers, load
 from proxyccl.proxy.registrations import Registration
 from proxyccl.tools.results import Fields, machine, versions, write_json
 
@@ -47,7 +47,7 @@ _RUNS_OF_A_WINDOW = 4  # completions that the loop requests per window, as many 
 
 
 def _endpoint(options: FabricOptions, memory: np.ndarray) -> tuple[FabricEndpoint, Registration]:
-    endpoint = FabricEndpoint(choose_offer(fabric_offers(), options), options)
+    endpoint = FabricEndpoint(choose_offers(fabric_offers(), options)[0], options)
     return endpoint, endpoint.register(memory.ctypes.data, memory.nbytes)
 
 

@@ -35,7 +35,7 @@ from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.proxy import _engine
 from proxyccl.proxy.transports.verbs import TRANSPORT
 from proxyccl.proxy.verbs.address import EndpointAddress
-from proxyccl.proxy.verbs.devices import choose_device
+from proxyccl.proxy.verbs.devices import choose_devices
 from proxyccl.proxy.verbs.endpoint import Endpoint, VerbsDevice
 from proxyccl.proxy.verbs.registrations import Registration, Registrations
 from proxyccl.tools import options
@@ -72,14 +72,14 @@ class Pair:
         found = rdma_devices()
         for name in names:
             wanted = RdmaOptions(device=name, gid_index=gid_index, send_depth=depth)
-            self._devices.append(VerbsDevice.open(choose_device(found, wanted), wanted))
+            self._devices.append(VerbsDevice(choose_devices(found, wanted)[0], wanted))
             self.memories.append(runtime.allocate(_LONG))
             registrations = Registrations(self._devices[-1])
             self.regions.append(registrations.register(self.memories[-1].ptr, _LONG))
 
     def describe(self) -> list[str]:
         """Returns a line of text for each device."""
-        return [device.describe() for device in self._devices]
+        return [f"{device.name} port {device.choice.port}, {device.gid}" for device in self._devices]
 
     @property
     def gid_index(self) -> int:

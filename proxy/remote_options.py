@@ -141,7 +141,7 @@ class RdmaOptions(_FromEnvironment):
     machine.
 
     Attributes:
-        device: name of the RDMA device, such as "mlx5_0"; None for the nearest (`choose_device`).
+        device: name of the RDMA device, such as "mlx5_0"; None for the nearest (`choose_devices`).
         devices: names of two RDMA devices (rails) of the rank; None for one device. Long puts and gets are divided
             between the rails by the rates of the devices' ports. The first devices of two ranks are connected with each
             other, and the second devices, so the order of the names matters.
@@ -205,7 +205,7 @@ class FabricOptions(_FromEnvironment):
     Attributes:
         provider: the provider's name, such as "efa", "cxi" or "tcp;ofi_rxm", or a part of the name between semicolons,
             such as "tcp"; None for the first provider, in libfabric's order of preference, that reaches other hosts
-            (`choose_offer`).
+            (`choose_offers`).
         interface: the interfaces to use, as a comma-separated list of prefixes of libfabric's domain names, such as
             "eth0" or "rdmap0s6". A leading "=" means that the list has whole names; a leading "^" or "^=" means that
             the list has prefixes or whole names to exclude. None for any interface except the loopback.

@@ -236,7 +236,7 @@ def _device_memory() -> Iterator[Finding]:
         runtime = open_runtime(None)
         name = f"memory of {runtime.name}:{runtime.device}"
         for choice in choose_devices(rdma_devices(), options, Place(runtime.pci_address, process_numa_node())):
-            with VerbsDevice.open(choice, options) as device:
+            with VerbsDevice(choice, options) as device:
                 refused = Registrations(device).unsupported_reason(runtime, options.gpu_writes)
             if refused:
                 advice = "no action needed: the transport staged moves data through pinned memory of the host"

@@ -13,10 +13,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from proxyccl.channels import array_libraries
@@ -27,15 +27,12 @@ from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slice
 from proxyccl.channels.transfers.errors import (
     NameTakenError,
     NotRegisteredError,
-    StaleReadError,
-    StaleWriteError,
     TransferTimeoutError,
     UnknownAgentError,
 )
 from proxyccl.channels.transfers.fabric import AgentFabric, open_fabric
 from proxyccl.channels.transfers.grants import (
     GRANT,
-    Blocks,
     BlocksOfHost,
     Fence,
     Found,
@@ -50,10 +47,10 @@ from proxyccl.channels.transfers.losses import event_of_losses
 from proxyccl.channels.transfers.metadata import LONGEST_NAME, METADATA, Metadata, Place
 from proxyccl.channels.transfers.paths import (
     FABRIC,
+    Connecting,
     Link,
     Path,
     allowed_paths,
-    connect,
     open_listeners,
 )
 from proxyccl.channels.transfers.peers import Peer
@@ -202,9 +199,7 @@ class Agent:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -449,23 +444,22 @@ class Agent:
             self._ledger.revoke(numbers)
             raise
 
-    def _granted(self, grant: bytes | int, name: str, known: Peer | None, rows: Rows, writes: bool) -> Blocks:
+    def _granted(
+        self, grant: bytes | int, name: str, known: Peer | None, rows: Rows, writes: bool
+    ) -> BlocksOfHost | Fence:
         """Finds a transfer's blocks in a grant. Raises the errors of `prepare` for `grant`."""
         if isinstance(grant, bytes):
             message = GRANT.decode(grant, "an agent")
             found = find_blocks(message, rows, writes=writes)
             if message.token != (self._token if known is None else known.token):
-                generations = {index: int(number) for index, number in enumerate(found.numbers)}
                 text = f"the grant is of a former agent {name}, which has ended"
-                if writes:
-                    raise StaleWriteError(text, name, generations)
-                raise StaleReadError(text, name, generations, [])
+                replace(found, owner=name).raise_stale(np.ones(len(rows), bool), text)
         else:
             number = number_of(_as_key(grant, "grant"), writes=writes)
-            found = Found(name, writes, np.full(len(rows), number, np.uint64), number)
+            found = Found(name, writes, rows, np.full(len(rows), number, np.uint64), number)
         ledger = self._ledger if known is None else known.ledger
         if ledger is not None:
-            return BlocksOfHost(found, rows, ledger)
+            return BlocksOfHost(found, ledger)
         assert known is not None
         numbers = np.unique(found.numbers)
         region, words = self._words_of(len(numbers))
@@ -473,7 +467,7 @@ class Agent:
         at = np.uint64(known.place.ledger_address) + numbers % np.uint64(lib.PROXYCCL_LEDGER_WORDS) * size
         here = np.uint64(region.address) + np.arange(len(numbers), dtype=np.uint64) * size
         look = self.prepare("read", name, np.column_stack((here, at, np.full_like(at, size))))
-        fence = Fence(found, rows, look, words[: len(numbers)])
+        fence = Fence(found, look, words[: len(numbers)])
         forks.finalizer(fence, self._idle_words.append, (region, words, look))
         return fence
 
@@ -682,14 +676,15 @@ class Agent:
         with peer.connecting:  # the agent's lock isn't held, because connecting may take long
             if peer.link is None:
                 fabric = self._fabric if self._fabric and self._fabric.reaches(peer.place.fabric) else None
-                seconds = min(self.timeout, _CONNECT_SECONDS)
+                deadline = time.monotonic() + min(self.timeout, _CONNECT_SECONDS)
                 ledger, reason = _open_ledger(peer.place)
                 with contextlib.ExitStack() as undo:
                     if ledger is not None:
                         undo.callback(ledger.close)
-                    link = connect(
-                        self._handle, name, peer.token, peer.place, self._preparer.paths, seconds, fabric, reason
+                    attempt = Connecting(
+                        self._handle, name, peer.token, peer.place, self._preparer.paths, deadline, fabric, reason
                     )
+                    link = attempt.connect()
                     undo.pop_all()
                 if fabric is not None and link.path.name.startswith("fabric"):
                     peer.number, _ = fabric.endpoint.insert(peer.place.fabric)
@@ -845,7 +840,7 @@ class Agent:
         """
         link = self._link(peer, self._known(peer))
         if link is None:
-            raise_status(lib.proxyccl_agent_tell_itself(self._handle, message, len(message)), peer)
+            raise_status(lib.proxyccl_agent_tell(self._handle, ffi.NULL, message, len(message)), peer)
         else:
             link.tell(message)
 

@@ -13,8 +13,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Self
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -102,9 +101,7 @@ class Grant:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._process.is_here:
             self.revoke()
 
@@ -172,21 +169,42 @@ def as_granted(blocks: Any) -> Rows:
 
 
 class Found(Struct, frozen=True, eq=False):
-    """The part of a grant that a transfer uses.
+    """The granted blocks of a transfer.
 
     Attributes:
         owner: the name of the grant's agent.
         writes: whether the transfer is a write.
-        numbers: for each of the transfer's rows, the number of its granted block.
+        rows: the transfer's blocks, as the caller has passed them.
+        numbers: for each of the rows, the number of its granted block.
         grant: the number of the grant's first block.
         deadline: the end of the lease in ns of this host's CLOCK_MONOTONIC; 0 without a lease, or on another host.
     """
 
     owner: str
     writes: bool
+    rows: Rows
     numbers: NDArray[np.uint64]
     grant: int
     deadline: int = 0
+
+    @property
+    def is_late(self) -> bool:
+        return bool(self.deadline) and time.monotonic_ns() >= self.deadline
+
+    def raise_stale(self, stale: NDArray[np.bool_], text: str, *, copied: bool = True) -> NoReturn:
+        """Raises StaleReadError or StaleWriteError. `copied` says whether the other blocks' data arrived whole."""
+        generations = {index: int(self.numbers[index]) for index in np.flatnonzero(stale).tolist()}
+        if self.writes:
+            raise StaleWriteError(text, self.owner, generations)
+        raise StaleReadError(text, self.owner, generations, np.flatnonzero(~stale).tolist() if copied else [])
+
+    def raise_revoked(self, stale: NDArray[np.bool_], when: str, *, copied: bool = True) -> NoReturn:
+        first = int(stale.argmax())
+        text = (
+            f"agent {self.owner} revoked {np.count_nonzero(stale)} of {len(stale)} blocks {when}; the first is block "
+            f"{first} at {int(self.rows[first, 1]):#x}, generation {int(self.numbers[first])}"
+        )
+        self.raise_stale(stale, text, copied=copied)
 
 
 def find_blocks(message: GrantMessage, rows: Rows, *, writes: bool) -> Found:
@@ -210,63 +228,32 @@ def find_blocks(message: GrantMessage, rows: Rows, *, writes: bool) -> Found:
         )
     of_rows: NDArray[np.uint64] = numbers[np.searchsorted(starts, rows[:, 1], "right") - 1]
     deadline = message.deadline if message.host == boot_id() else 0
-    return Found(message.agent, writes, of_rows, int(numbers[0]), deadline)
+    return Found(message.agent, writes, rows, of_rows, int(numbers[0]), deadline)
 
 
-class Blocks(Granted):
-    """The granted blocks of a transfer.
-
-    Args:
-        found: the blocks' numbers, and the grant.
-        rows: the transfer's blocks, as the caller has passed them.
-    """
-
-    def __init__(self, found: Found, rows: Rows) -> None:
-        self._owner, self._writes, self._deadline = found.owner, found.writes, found.deadline
-        self._rows, self._numbers = rows, found.numbers
-
-    def guard(self, transfer: Transfer) -> None:
-        """Makes a transfer that was not started check the grant."""
-        raise NotImplementedError
-
-    def _is_late(self) -> bool:
-        return bool(self._deadline) and time.monotonic_ns() >= self._deadline
-
-    def _raise_stale(self, stale: NDArray[np.bool_], when: str) -> None:
-        indices = np.flatnonzero(stale).tolist()
-        generations = {index: int(self._numbers[index]) for index in indices}
-        text = (
-            f"agent {self._owner} revoked {len(indices)} of {len(stale)} blocks {when}; the first is block "
-            f"{indices[0]} at {int(self._rows[indices[0], 1]):#x}, generation {generations[indices[0]]}"
-        )
-        if self._writes:
-            raise StaleWriteError(text, self._owner, generations)
-        whole = [] if when.startswith("before") else np.flatnonzero(~stale).tolist()
-        raise StaleReadError(text, self._owner, generations, whole)
-
-
-class BlocksOfHost(Blocks):
+class BlocksOfHost(Granted):
     """The granted blocks of an agent whose ledger this process has mapped, so that the engine checks the grant. Raises
     ResourceError if this process has no place in the ledger, and can't take one.
     """
 
-    def __init__(self, found: Found, rows: Rows, ledger: Ledger) -> None:
-        super().__init__(found, rows)
-        self._ledger, self._place, self._grant = ledger, ledger.place(), found.grant
+    def __init__(self, found: Found, ledger: Ledger) -> None:
+        self._found, self._ledger, self._place = found, ledger, ledger.place()
 
     def guard(self, transfer: Transfer) -> None:
-        numbers = ffi.cast("uint64_t *", self._numbers.ctypes.data)
-        words = self._ledger.pointer, numbers, len(self._numbers)
-        in_engine = ffi.new("ProxycclGranted *", [*words, self._grant, self._deadline, self._place.number])
+        """Makes a transfer that was not started check the grant."""
+        found = self._found
+        words = self._ledger.pointer, ffi.cast("uint64_t *", found.numbers.ctypes.data), len(found.numbers)
+        in_engine = ffi.new("ProxycclGranted *", [*words, found.grant, found.deadline, self._place.number])
         set_grant(transfer, self, in_engine)
 
     def raise_stale(self, *, started: bool = True) -> None:
-        stale = np.ones(len(self._numbers), bool) if self._is_late() else ~self._ledger.holds_each(self._numbers)
-        what = "write" if self._writes else "read"
-        self._raise_stale(stale, f"during the {what}" if started else f"before the {what} began")
+        found = self._found
+        stale = np.ones(len(found.numbers), bool) if found.is_late else ~self._ledger.holds_each(found.numbers)
+        what = "write" if found.writes else "read"
+        found.raise_revoked(stale, f"during the {what}" if started else f"before the {what} began", copied=started)
 
 
-class Fence(Blocks, Check):
+class Fence(Check):
     """Checks after a read that none of its blocks was revoked before the end of the copy, if the owner's ledger can't
     be mapped.
 
@@ -274,10 +261,9 @@ class Fence(Blocks, Check):
         look: a transfer that reads the words of the numbers into `words`, in the order of `np.unique`.
     """
 
-    def __init__(self, found: Found, rows: Rows, look: Transfer, words: NDArray[np.uint64]) -> None:
-        super().__init__(found, rows)
-        self._look, self._words = look, words
-        self._unique, self._places = np.unique(self._numbers, return_inverse=True)
+    def __init__(self, found: Found, look: Transfer, words: NDArray[np.uint64]) -> None:
+        self._found, self._look, self._words = found, look, words
+        self._unique, self._places = np.unique(found.numbers, return_inverse=True)
         self._link: Link | None = None
         self._message: bytes | None = None  # of the last start
         self._lock = threading.Lock()  # held while `look` is started, polled or canceled
@@ -285,15 +271,17 @@ class Fence(Blocks, Check):
         self._looks = False  # whether `look` was started, and its result was not yet taken
         # The time of a start, and its outcome, in one object, because threads read it without a lock.
         self._settled = 0, State.NEW
-        self._found: tuple[NDArray[np.bool_], str] | None = None  # the stale blocks, and when they were revoked
+        self._stale: tuple[NDArray[np.bool_], str] | None = None  # the stale blocks, and when they were revoked
 
     def guard(self, transfer: Transfer) -> None:
+        """Makes a transfer that was not started check the grant."""
         self._link = set_check(transfer, self)
 
     def begin(self, message: bytes | None, start: Callable[[], int]) -> None:
         with self._lock:
             if self._looks:
-                raise ActiveError(f"the read of agent {self._owner} is active: its grant is being checked", self._owner)
+                owner = self._found.owner
+                raise ActiveError(f"the read of agent {owner} is active: its grant is being checked", owner)
             self._started, self._message = start(), message
 
     def poll(self, started: int) -> State:
@@ -313,9 +301,9 @@ class Fence(Blocks, Check):
                 if not self._look.done():
                     return State.ACTIVE
             except ProxyCCLError as error:
-                return self._settle(np.ones(len(self._rows), bool), f"or can't be asked: {error}")
+                return self._settle(np.ones(len(self._places), bool), f"or can't be asked: {error}")
             words, numbers = self._words, self._unique
-            revoked = (words != numbers) & (words != ~numbers) | self._is_late()
+            revoked = (words != numbers) & (words != ~numbers) | self._found.is_late
             return self._settle(revoked[self._places], "during the read")
 
     def wait(self, seconds: float) -> None:
@@ -323,8 +311,8 @@ class Fence(Blocks, Check):
             self._look.wait(max(seconds, 1e-6))
 
     def raise_stale(self, *, started: bool = True) -> None:
-        assert self._found is not None
-        self._raise_stale(*self._found)
+        assert self._stale is not None
+        self._found.raise_revoked(*self._stale)
 
     def cancel(self, timeout: float | None) -> None:
         with self._lock:
@@ -335,7 +323,7 @@ class Fence(Blocks, Check):
     def _settle(self, stale: NDArray[np.bool_], when: str) -> State:
         outcome = State.DONE
         if stale.any():
-            self._found, outcome = (stale, when), State.STALE
+            self._stale, outcome = (stale, when), State.STALE
         elif self._message is not None:
             assert self._link is not None
             try:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from proxyccl.channels.transfers.engine_calls import raise_status
 from proxyccl.channels.transfers.errors import DisconnectedError
@@ -45,9 +46,6 @@ _CREDENTIALS = struct.Struct("3i")
 _YAMA = pathlib.Path("/proc/sys/kernel/yama/ptrace_scope")
 _ANSWER_MS = 2000
 
-
-PATHS = ("process_vm", "unix", "tcp")
-"""The paths between agents that need nothing but Linux, the best first."""
 
 FABRIC = "fabric"
 """The path by libfabric."""
@@ -103,36 +101,29 @@ class Link:
     gone.
 
     Args:
-        agent, secret: the engine's handle of this agent, and the other agent's secret.
-        peer: the other agent's name.
+        attempt: the attempt to connect that led to the link.
         connection: the socket, whose ownership passes to the engine.
         process: a pidfd of the other agent's process, whose ownership passes to the engine; -1 without one.
         pid: the other agent's process, if the kernel copies from and to it; otherwise 0.
         path: the path of data over the link.
         carrier: the kind of socket, "unix" or "tcp".
-        address: the address of this agent's libfabric endpoint; b"" if there is none.
     """
 
     def __init__(
-        self,
-        agent: ProxycclAgentPointer,
-        peer: str,
-        secret: bytes,
-        connection: socket.socket,
-        process: int,
-        pid: int,
-        path: Path,
-        carrier: str,
-        address: bytes,
+        self, attempt: Connecting, connection: socket.socket, process: int, pid: int, path: Path, carrier: str
     ) -> None:
-        self.peer, self.path, self.pid, self.carrier = peer, path, pid, carrier
-        handle = lib.proxyccl_link_create(agent, connection.detach(), secret, process, pid, address, len(address))
+        self.peer, self.path, self.pid, self.carrier = attempt.peer, path, pid, carrier
+        self._agent = attempt.agent
+        address = b"" if attempt.fabric is None else attempt.fabric.raw
+        handle = lib.proxyccl_link_create(
+            self._agent, connection.detach(), attempt.place.secret, process, pid, address, len(address)
+        )
         if not handle:
             if ffi.errno == errno.ECANCELED:
                 raise ClosedError("the agent was closed")
             if ffi.errno == errno.ENOMEM:
                 raise MemoryError("there is no memory for a link")
-            raise ResourceError(f"the link to agent {peer} can't be watched: {os.strerror(ffi.errno)}")
+            raise ResourceError(f"the link to agent {self.peer} can't be watched: {os.strerror(ffi.errno)}")
         self.handle: ProxycclLinkPointer = handle
         forks.finalizer(self, lib.proxyccl_link_release, handle)
 
@@ -150,7 +141,8 @@ class Link:
     def tell(self, message: bytes) -> None:
         """Sends a message. Raises the errors of `Agent.notify`, and TransferError if too many bytes are waiting to be
         sent."""
-        raise_status(lib.proxyccl_link_tell(self.handle, message, len(message)), self.peer, self.lost)
+        status = lib.proxyccl_agent_tell(self._agent, self.handle, message, len(message))
+        raise_status(status, self.peer, self.lost)
 
     def end(self) -> None:
         """Closes the link. Active transfers over the link end as lost."""
@@ -258,160 +250,143 @@ def allowed_paths(names: Sequence[str] | None) -> tuple[frozenset[str], bool]:
     return frozenset(names), True
 
 
-def connect(
-    agent: ProxycclAgentPointer,
-    peer: str,
-    token: bytes,
-    place: Place,
-    allowed: frozenset[str],
-    timeout: float,
-    fabric: AgentFabric | None,
-    reason: str,
-) -> Link:
-    """Connects to an agent: by its Unix socket if possible, else by TCP.
+class Connecting(Struct):
+    """An attempt to connect to another agent.
 
-    Args:
+    Attributes:
         agent: the engine's handle of this agent.
         peer, token, place: the other agent's name, token and place.
         allowed: the allowed paths.
-        timeout: the longest that connecting may take, in seconds.
+        deadline: the time of `time.monotonic` at which the attempt ends.
         fabric: this agent's libfabric endpoint, if the peer has one of the same provider.
         reason: the reason why this process can't check the peer's registrations, which excludes copies by the kernel;
             "" if it can check them.
-
-    Raises:
-        DisconnectedError: the agent did not answer within `timeout`, or no allowed path leads to it.
-        ResourceError: no file descriptor is left.
-        ClosedError: this agent was closed.
     """
-    deadline = time.monotonic() + timeout
-    here = place.host == boot_id()
-    failures: list[str] = [] if here else ["it is on another host"]
-    if reason:
-        failures.append(reason)
-        allowed -= {"process_vm"}
-    usable = {"process_vm"} if here else set()
-    if fabric is not None:
-        usable.add(FABRIC)
-    with naming_exhaustion(f"the link to agent {peer}"):
-        for carrier in ("unix", "tcp") if here else ("tcp",):
-            if allowed.isdisjoint(usable | {carrier}):
-                continue
-            if carrier == "unix":
-                connection = _by_unix(token, deadline, failures)
-            else:
-                connection = _by_tcp(place, deadline, failures)
-            if connection is not None:
-                link = _choose(agent, peer, token, place, connection, carrier, allowed, failures, fabric)
+
+    agent: ProxycclAgentPointer
+    peer: str
+    token: bytes
+    place: Place
+    allowed: frozenset[str]
+    deadline: float
+    fabric: AgentFabric | None
+    reason: str
+    _failures: list[str] = []
+
+    def connect(self) -> Link:
+        """Connects by the other agent's Unix socket if possible, else by TCP.
+
+        Raises:
+            DisconnectedError: the agent did not answer in time, or no allowed path leads to it.
+            ResourceError: no file descriptor is left.
+            ClosedError: this agent was closed.
+        """
+        here = self.place.host == boot_id()
+        usable = {"process_vm"} if here and not self.reason else set()
+        if self.fabric is not None:
+            usable.add(FABRIC)
+        self._failures += filter(None, ("" if here else "it is on another host", self.reason))
+        with naming_exhaustion(f"the link to agent {self.peer}"):
+            for carrier in ("unix", "tcp") if here else ("tcp",):
+                if self.allowed.isdisjoint(usable | {carrier}):
+                    continue
+                connection = self._by_unix() if carrier == "unix" else self._by_tcp()
+                link = None if connection is None else self._choose(connection, carrier, here)
                 if link is not None:
                     return link
-    paths = "" if len(allowed) == len(_ALL) else f" by {' or '.join(sorted(allowed))}"
-    raise DisconnectedError(f"agent {peer} can't be reached{paths}: {'; '.join(failures)}", peer)
+        allowed = self.allowed - {"process_vm"} if self.reason else self.allowed
+        paths = "" if len(allowed) == len(_ALL) else f" by {' or '.join(sorted(allowed))}"
+        raise DisconnectedError(f"agent {self.peer} can't be reached{paths}: {'; '.join(self._failures)}", self.peer)
 
+    def _by_unix(self) -> socket.socket | None:
+        with contextlib.ExitStack() as undo:
+            local = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            try:
+                local.settimeout(max(0.001, self.deadline - time.monotonic()))
+                local.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
+                local.connect(unix_address(self.token))
+            except (ConnectionError, TimeoutError):
+                self._failures.append("there is no such agent in this network namespace")
+                return None
+            undo.pop_all()
+        return local
 
-def _by_unix(token: bytes, deadline: float, failures: list[str]) -> socket.socket | None:
-    with contextlib.ExitStack() as undo:
-        local = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    def _by_tcp(self) -> socket.socket | None:
+        if not self.place.addresses:
+            self._failures.append("it listens for agents of its own host only")
+            return None
         try:
-            local.settimeout(max(0.001, deadline - time.monotonic()))
-            local.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
-            local.connect(unix_address(token))
-        except (ConnectionError, TimeoutError):
-            failures.append("there is no such agent in this network namespace")
+            remote = connect_to_any(self.place.addresses, self.deadline)
+        except NoAddressError as error:
+            self._failures.append(str(error))
             return None
-        undo.pop_all()
-    return local
+        _set_options(remote)
+        return remote
 
+    def _choose(self, connection: socket.socket, carrier: str, here: bool) -> Link | None:
+        """Chooses the best allowed path over a connection. If no path is allowed, closes the connection and returns
+        None. Agents on one host without a common network namespace use TCP for messages, but the kernel may still copy
+        their data.
+        """
+        allowed, fabric = self.allowed, self.fabric
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(connection)
+            pid, process, copied = self.place.process if here else 0, -1, False
+            if carrier == "unix":
+                pid, _, _ = _CREDENTIALS.unpack(
+                    connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                )
+            if pid > 0:
+                # The socket does not show the peer's end while a forked child of the peer has a copy of the socket.
+                with contextlib.suppress(ProcessLookupError, OSError):
+                    process = os.pidfd_open(pid)
+                    undo.callback(os.close, process)
+            if here and "process_vm" in allowed and not self.reason:
+                refusal = self._why_not_copied(pid, carrier)
+                copied = not refusal
+                self._failures += filter(None, [refusal])
+            by_fabric = fabric is not None and FABRIC in allowed and (carrier == "tcp" or carrier not in allowed)
+            if not copied and not by_fabric and carrier not in allowed:
+                return None
+            if not copied and carrier == "tcp" and process >= 0:  # `pid` may be another process in this namespace
+                os.close(process)
+                process = -1
+            connection.setblocking(False)
+            undo.pop_all()
+        if copied:
+            path = Path("process_vm")
+        else:
+            name = fabric_path(fabric.provider) if fabric is not None and by_fabric else carrier
+            path = Path(name, "; ".join(dict.fromkeys(self._failures)) if here else "")
+        return Link(self, connection, process, pid if copied else 0, path, carrier)
 
-def _by_tcp(place: Place, deadline: float, failures: list[str]) -> socket.socket | None:
-    if not place.addresses:
-        failures.append("it listens for agents of its own host only")
-        return None
-    try:
-        remote = connect_to_any(place.addresses, deadline)
-    except NoAddressError as error:
-        failures.append(str(error))
-        return None
-    _set_options(remote)
-    return remote
+    def _why_not_copied(self, pid: int, carrier: str) -> str:
+        """Returns the reason why the kernel can't copy from and to the peer's process; "" if it can. If Yama restricts
+        the kernel's copies to parent processes, asks the peer over its Unix socket to permit copies.
+        """
+        if pid <= 0:
+            return "its process is not visible in this PID namespace"
+        error, seen = _read_secret(pid, self.place)
+        refusal = ""
+        if error == errno.EPERM and carrier == "unix" and _YAMA.exists() and _YAMA.read_text().strip() == "1":
+            refused = self._ask_to_copy()
+            refusal = f"; asked to permit it, the peer answered: {os.strerror(refused)}" if refused else ""
+            error, seen = _read_secret(pid, self.place)
+        if error:
+            where = "/proc/sys/kernel/yama/ptrace_scope, CAP_SYS_PTRACE, seccomp"
+            return f"process_vm_readv: {os.strerror(error)} ({where}){refusal}"
+        return "" if seen == self.place.secret else "its process has another number here"
 
-
-def _choose(
-    agent: ProxycclAgentPointer,
-    peer: str,
-    token: bytes,
-    place: Place,
-    connection: socket.socket,
-    carrier: str,
-    allowed: frozenset[str],
-    failures: list[str],
-    fabric: AgentFabric | None,
-) -> Link | None:
-    """Chooses the best allowed path over a connection. If no path is allowed, closes the connection and returns None.
-    Agents on one host without a common network namespace use TCP for messages, but the kernel may still copy their
-    data.
-    """
-    here = place.host == boot_id()
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(connection)
-        pid, process, copied = place.process if here else 0, -1, False
-        if carrier == "unix":
-            pid, _, _ = _CREDENTIALS.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
-        if pid > 0:
-            # The socket does not show the peer's end while a forked child of the peer has a copy of the socket.
-            with contextlib.suppress(ProcessLookupError, OSError):
-                process = os.pidfd_open(pid)
-                undo.callback(os.close, process)
-        if here and "process_vm" in allowed:
-            reason = _why_not_copied(pid, token, place, carrier)
-            copied = not reason
-            failures += [reason] if reason else []
-        by_fabric = fabric is not None and FABRIC in allowed and (carrier == "tcp" or carrier not in allowed)
-        if not copied and not by_fabric and carrier not in allowed:
-            return None
-        if not copied and carrier == "tcp" and process >= 0:  # `pid` may be another process in this namespace
-            os.close(process)
-            process = -1
-        connection.setblocking(False)
-        undo.pop_all()
-    if copied:
-        path = Path("process_vm")
-    else:
-        name = fabric_path(fabric.provider) if fabric is not None and by_fabric else carrier
-        path = Path(name, "; ".join(dict.fromkeys(failures)) if here else "")
-    raw = b"" if fabric is None else fabric.raw
-    return Link(agent, peer, place.secret, connection, process, pid if copied else 0, path, carrier, raw)
-
-
-def _why_not_copied(pid: int, token: bytes, place: Place, carrier: str) -> str:
-    """Returns the reason why the kernel can't copy from and to the peer's process; "" if it can. If Yama restricts the
-    kernel's copies to parent processes, asks the peer over its Unix socket to permit copies.
-    """
-    if pid <= 0:
-        return "its process is not visible in this PID namespace"
-    error, seen = _read_secret(pid, place)
-    refusal = ""
-    if error == errno.EPERM and carrier == "unix" and _YAMA.exists() and _YAMA.read_text().strip() == "1":
-        refused = _ask_to_copy(token, place)
-        refusal = f"; asked to permit it, the peer answered: {os.strerror(refused)}" if refused else ""
-        error, seen = _read_secret(pid, place)
-    if error:
-        where = "/proc/sys/kernel/yama/ptrace_scope, CAP_SYS_PTRACE, seccomp"
-        return f"process_vm_readv: {os.strerror(error)} ({where}){refusal}"
-    return "" if seen == place.secret else "its process has another number here"
-
-
-def _ask_to_copy(token: bytes, place: Place) -> int:
-    """Asks the peer to permit this process to copy, and returns 0 or an errno. Uses its own connection, because on the
-    link a late answer would be mistaken for the answer to a frame.
-    """
-    connection = _by_unix(token, time.monotonic() + _ANSWER_MS / 1000, [])
-    if connection is None:
-        return errno.ECONNREFUSED
-    with connection:
-        return lib.proxyccl_ask_to_copy(connection.fileno(), place.secret, _ANSWER_MS)
+    def _ask_to_copy(self) -> int:
+        """Asks the peer to permit this process to copy, and returns 0 or an errno. Uses its own connection, because on
+        the link a late answer would be mistaken for the answer to a frame.
+        """
+        asking = replace(self, deadline=time.monotonic() + _ANSWER_MS / 1000, _failures=[])
+        connection = asking._by_unix()
+        if connection is None:
+            return errno.ECONNREFUSED
+        with connection:
+            return lib.proxyccl_ask_to_copy(connection.fileno(), self.place.secret, _ANSWER_MS)
 
 
 def _read_secret(pid: int, place: Place) -> tuple[int, bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -59,7 +59,7 @@ def require_valid(region: Region) -> None:
 
 def is_range(region: Region) -> bool:
     """Returns whether the range can be memory of a process."""
-    return region.address + region.nbytes < _END
+    return end_of(region) < _END
 
 
 def is_unicode(text: str) -> bool:
@@ -77,8 +77,11 @@ class Regions:
     def __init__(self) -> None:
         self._counts: dict[Region, int] = {}
         self._numbers: dict[Region, int] = {}
-        self._sorted = _Table()
-        self._changed: dict[Region, None] = {}  # regions that were added or removed since `_sorted` was updated
+        # The starts, ends, devices and numbers of the regions, and whether they are device memory, by ascending start.
+        self._columns: Rows = np.empty((5, 0), np.uint64)
+        self._sorted: NDArray[np.object_] = np.empty(0, object)  # the regions of `_columns`
+        self._new: dict[Region, None] = {}  # the regions that `_columns` lacks
+        self._dropped: list[int] = []  # numbers that `_columns` may still have
         self._views: dict[tuple[str, int | None], View] = {}
 
     def __contains__(self, region: Region) -> bool:
@@ -101,8 +104,7 @@ class Regions:
         times."""
         for region, number in zip(regions, numbers, strict=True):
             self._counts[region] = self._counts.get(region, 0) + 1
-            self._numbers[region] = number
-            self._changed[region] = None
+            self._renumber(region, number)
 
     def know(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
         """Adds regions of another agent. If a region is known, keeps the later registration's number, because metadata
@@ -110,8 +112,15 @@ class Regions:
         """
         for region, number in zip(regions, numbers, strict=True):
             self._counts[region] = 1
-            self._numbers[region] = max(number, self.number(region))
-            self._changed[region] = None
+            self._renumber(region, max(number, self.number(region)))
+
+    def _renumber(self, region: Region, number: int) -> None:
+        before = self.number(region)
+        if number != before:
+            self._numbers[region] = number
+            self._new[region] = None
+            if before:
+                self._dropped.append(before)
 
     def remove(self, regions: Iterable[Region]) -> list[Region] | None:
         """Removes one registration of each region, and returns the regions that have none left. If a region is absent,
@@ -131,110 +140,61 @@ class Regions:
     def forget(self, regions: Sequence[Region]) -> None:
         """Removes all registrations of the given regions, which must be present."""
         for region in regions:
-            del self._counts[region], self._numbers[region]
-            self._changed[region] = None
+            del self._counts[region]
+            self._dropped.append(self._numbers.pop(region))
+            self._new.pop(region, None)
 
-    @property
-    def _table(self) -> _Table:
-        if self._changed:
-            numbers, changed = self._numbers, self._changed
-            self._sorted.remove([region for region in changed if region not in numbers])
-            self._sorted.put({region: numbers[region] for region in changed if region in numbers})
-            self._changed = {}
+    def _sort(self) -> None:
+        """Applies the changes to the sorted regions."""
+        if self._dropped:
+            dropped, numbers = np.array(sorted(self._dropped), np.uint64), self._columns[3]
+            # Compares each number with the greatest dropped number up to it. If there is none, the index is -1.
+            (left,) = (dropped[dropped.searchsorted(numbers, "right") - 1] != numbers).nonzero()
+            self._columns, self._sorted = self._columns.take(left, axis=1), self._sorted[left]
+        if self._new:
+            new = np.empty(len(self._new), object)
+            new[:] = sorted(self._new, key=_start)
+            rows = [(each.address, end_of(each), each.device, self._numbers[each], each.kind == VRAM) for each in new]
+            added = np.array(rows, np.uint64).T
+            places = np.searchsorted(self._columns[0], added[0])
+            self._columns = np.insert(self._columns, places, added, axis=1)
+            self._sorted = np.insert(self._sorted, places, new)
+        if self._new or self._dropped:
+            self._new, self._dropped = {}, []
             self._views.clear()
-        return self._sorted
 
     def view(self, kind: str = DRAM, device: int | None = None) -> View:
         """Returns a snapshot of the regions of one kind, for `device` or, if that is None, for all devices."""
-        table = self._table
+        self._sort()
         view = self._views.get((kind, device))
         if view is None:
-            view = self._views[kind, device] = table.view(kind, device)
+            starts, ends, devices, numbers, are_vram = self._columns
+            chosen = (are_vram == (kind == VRAM)) & (kind in (DRAM, VRAM))
+            if device is not None:
+                chosen &= devices == device
+            view = View(starts[chosen], ends[chosen], numbers[chosen], self._sorted[chosen])
+            self._views[kind, device] = view
         return view
 
     def overlapping(self, others: Iterable[Region]) -> set[Region]:
         """Returns the regions, of any kind, that overlap any of `others`."""
-        chosen = sorted((other for other in others if other.nbytes), key=_order)
+        chosen = sorted((other for other in others if other.nbytes), key=_start)
         found: set[Region] = set()
         if chosen:
             starts = np.array([other.address for other in chosen], np.uint64)
-            ends = np.maximum.accumulate(np.array([_end(other) for other in chosen], np.uint64))
-            table = self._table
-            at = np.searchsorted(starts, table.columns[1]) - 1  # the last in `chosen` that starts before each end
-            found = set(table.regions[(at >= 0) & (ends[at] > table.columns[0])])
+            ends = np.maximum.accumulate(np.array([end_of(other) for other in chosen], np.uint64))
+            self._sort()
+            at = np.searchsorted(starts, self._columns[1]) - 1  # the last in `chosen` that starts before each end
+            found = set(self._sorted[(at >= 0) & (ends[at] > self._columns[0])])
         return found
 
     def ended(self, words: Rows) -> list[Region]:
         """Returns the regions that their ledger's words (`Ledger.words`) show to be deregistered."""
-        numbers = self._table.columns[3]
+        self._sort()
+        numbers = self._columns[3]
         now = words[numbers % np.uint64(len(words))]
-        ended: list[Region] = self._table.regions[(now != numbers) & (now != ~numbers)].tolist()
+        ended: list[Region] = self._sorted[(now != numbers) & (now != ~numbers)].tolist()
         return ended
-
-
-class _Table:
-    """Regions sorted by their addresses. If regions start at the same address, the longest is first.
-
-    Attributes:
-        columns: uint64 of shape (5, N): starts, ends, devices, numbers, and whether the regions are device memory.
-        regions: the regions.
-    """
-
-    def __init__(self) -> None:
-        self.columns: Rows = np.empty((5, 0), np.uint64)
-        self.regions: NDArray[np.object_] = np.empty(0, object)
-
-    def put(self, numbers: Mapping[Region, int]) -> None:
-        """Adds the regions that are absent, and sets the number of each region in `numbers`."""
-        ordered = sorted(numbers, key=_order)
-        added, places = [], []
-        for region, first in zip(ordered, self._first_places(ordered), strict=True):
-            place, is_there = self._find(region, first)
-            if is_there:
-                self.columns[3, place] = numbers[region]
-            else:
-                added.append(region)
-                places.append(place)
-        if added:
-            rows = [(each.address, _end(each), each.device, numbers[each], each.kind == VRAM) for each in added]
-            self.columns = np.insert(self.columns, places, np.array(rows, np.uint64).T, axis=1)
-            objects = np.empty(len(added), object)
-            objects[:] = added
-            self.regions = np.insert(self.regions, places, objects)
-
-    def remove(self, regions: Sequence[Region]) -> None:
-        """Removes those of the regions that are present."""
-        left = np.ones(len(self.regions), bool)
-        for region, first in zip(regions, self._first_places(regions), strict=True):
-            place, is_there = self._find(region, first)
-            left[place : place + 1] &= not is_there
-        if not left.all():
-            self.columns, self.regions = self.columns[:, left], self.regions[left]
-
-    def _first_places(self, regions: Sequence[Region]) -> list[int]:
-        """Returns for each region the number of rows that start before the region."""
-        addresses = np.array([region.address for region in regions], np.uint64)
-        places: list[int] = np.searchsorted(self.columns[0], addresses).tolist()
-        return places
-
-    def _find(self, region: Region, place: int) -> tuple[int, bool]:
-        """Returns the place of a region in the table, or where it would be inserted, and whether it is present. The
-        search begins at `place`.
-        """
-        while place < len(self.regions) and self.columns[0, place] == region.address:
-            if self.regions[place] == region:
-                return place, True
-            if self.columns[1, place] < _end(region):
-                break
-            place += 1
-        return place, False
-
-    def view(self, kind: str, device: int | None) -> View:
-        starts, ends, devices, numbers, are_vram = self.columns
-        chosen = (are_vram == (kind == VRAM)) & (kind in (DRAM, VRAM))
-        if device is not None:
-            chosen &= devices == device
-        return View(starts[chosen], ends[chosen], numbers[chosen], self.regions[chosen])
 
 
 class View:
@@ -248,8 +208,8 @@ class View:
     def __init__(self, starts: Rows, ends: Rows, numbers: Rows, regions: NDArray[np.object_]) -> None:
         self.starts = np.ascontiguousarray(starts)
         self.ends = np.maximum.accumulate(ends)
-        # `chosen` selects the regions that no other region contains. If a block lies in any region, it lies in the last
-        # chosen region that starts at or before the block.
+        # `chosen` selects the regions that extend beyond all regions before them. If a block lies in any region, it
+        # lies in the last chosen region that starts at or before the block.
         chosen = np.append(True, ends[1:] > self.ends[:-1])[: len(ends)]
         self._starts, self._numbers, self._regions = self.starts[chosen], numbers[chosen], regions[chosen]
 
@@ -282,20 +242,10 @@ def holder_of(addresses: Rows, holders: Sequence[Region]) -> NDArray[np.intp]:
     return np.searchsorted(starts, addresses, "right") - 1
 
 
-def _end(region: Region) -> int:
+def end_of(region: Region) -> int:
+    """Returns the address after the last byte of a region."""
     return region.address + region.nbytes
 
 
-def _order(region: Region) -> tuple[int, int]:
-    return region.address, -region.nbytes
-
-
-def outermost(regions: Iterable[Region]) -> list[Region]:
-    """Returns the regions that no other region contains, sorted by address. If a block lies in any region, it lies in
-    the last returned region that starts at or before the block.
-    """
-    chosen: list[Region] = []
-    for region in sorted(regions, key=_order):
-        if not chosen or _end(region) > _end(chosen[-1]):
-            chosen.append(region)
-    return chosen
+def _start(region: Region) -> int:
+    return region.address

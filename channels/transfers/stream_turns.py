@@ -55,7 +55,7 @@ class Turn:
             self._copier.runtime, [WriteValue(ptr, 1), WaitValue(ptr + _WORD, 1), WriteValue(ptr, _PASSED)]
         )
         try:
-            status: int = lib.proxyccl_transfer_post_after(transfer, message, nbytes, words)
+            status: int = lib.proxyccl_transfer_post(transfer, message, nbytes, ffi.NULL, words)
             if status == 0:
                 operations(stream)
         except BaseException:

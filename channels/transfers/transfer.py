@@ -212,11 +212,11 @@ class Transfer:
         handle = self._open()
         data, nbytes = ffi.NULL if message is None else message, len(message) if message else 0
         if stream is None:
-            status = lib.proxyccl_transfer_post(handle, data, nbytes, ffi.NULL)
+            status = lib.proxyccl_transfer_post(handle, data, nbytes, ffi.NULL, ffi.NULL)
         elif self._is_queued:
             assert self._copier is not None
             queue = require_no_capture(self._copier.runtime, stream)
-            status = lib.proxyccl_transfer_post(handle, data, nbytes, ffi.new("uint64_t *", queue))
+            status = lib.proxyccl_transfer_post(handle, data, nbytes, ffi.new("uint64_t *", queue), ffi.NULL)
         else:
             copier = self._copier or self._devices.of_stream(stream)
             queue = require_no_capture(copier.runtime, stream)
@@ -231,8 +231,8 @@ class Transfer:
         """The transfer's state. Reading the state does not raise an error even if the transfer has failed."""
         if self._check is None:
             return _STATES[lib.proxyccl_transfer_state(self._open())]
-        state, times = self._state_and_times()
-        return self._check.poll(times.posted) if state is State.DONE else state
+        outcome = lib.proxyccl_transfer_outcome(self._open())
+        return self._check.poll(outcome.times.posted) if outcome.state == _DONE else _STATES[outcome.state]
 
     def done(self) -> bool:
         """Returns whether all data has arrived. On the path "process_vm" this call may itself copy a piece.
@@ -301,12 +301,8 @@ class Transfer:
     @property
     def times(self) -> Times:
         """The times of the transfer's last start."""
-        return self._state_and_times()[1]
-
-    def _state_and_times(self) -> tuple[State, Times]:
-        times = ffi.new("ProxycclTransferTimes *")
-        state = lib.proxyccl_transfer_times(self._open(), times)
-        return _STATES[state], Times(times.posted, times.returned, times.ended)
+        times = lib.proxyccl_transfer_outcome(self._open()).times
+        return Times(times.posted, times.returned, times.ended)
 
     def _open(self) -> ProxycclTransferPointer:
         self._process.require("the transfer")
@@ -330,8 +326,12 @@ class Transfer:
             case State.LOST:
                 assert self._link is not None
                 raise DisconnectedError(f"agent {self.peer}: {self._link.lost}", self.peer)
-        self._raise_fault()
-        status = lib.proxyccl_transfer_error(self._open())
+        outcome = lib.proxyccl_transfer_outcome(self._open())
+        status, fault = outcome.error, outcome.fault
+        if fault.kind in _FAULTS:
+            kind, text = _FAULTS[fault.kind]
+            access = "written" if self.writes else "read"
+            raise kind(text.format(peer=self.peer, address=fault.address, access=access), self.peer)
         reason = os.strerror(status) if status < _FABRIC_ERRORS else f"libfabric's error {status}"
         if status < 0 and self._copier is not None:
             try:
@@ -339,14 +339,6 @@ class Transfer:
             except KernelError as error:
                 reason = str(error)
         raise TransferError(f"the transfer with agent {self.peer} by {self.path.name} failed: {reason}", self.peer)
-
-    def _raise_fault(self) -> None:
-        fault = ffi.new("ProxycclFault *")
-        lib.proxyccl_transfer_fault(self._open(), fault)
-        if fault.kind in _FAULTS:
-            kind, text = _FAULTS[fault.kind]
-            access = "written" if self.writes else "read"
-            raise kind(text.format(peer=self.peer, address=fault.address, access=access), self.peer)
 
 
 def has_ended(transfer: Transfer, seconds: float) -> bool:

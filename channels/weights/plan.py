@@ -197,15 +197,12 @@ def _require_same(tensor: str, held: list[_Candidate], wanted: list[_Candidate])
         require_castable(part, own, holder, reader)
 
 
-class _Cell(NamedTuple):
-    box: Box
-    having: list[int]
-    wanting: list[int]
+_Cell = tuple[Box, list[int], list[int]]
+"""A box, and the indices of the sources' and of the targets' parts that contain the box."""
 
 
 def _cells(parts: Sequence[Part], held: int) -> Iterator[_Cell]:
-    """Divides a tensor at all parts' boundaries, and yields each box that a target needs, with the indices of the
-    sources' and the targets' parts that contain it.
+    """Divides a tensor at all parts' boundaries, and yields the boxes that a target needs.
 
     Args:
         parts: the sources' parts, then the targets' parts.
@@ -224,7 +221,7 @@ def _cells(parts: Sequence[Part], held: int) -> Iterator[_Cell]:
         place = np.unravel_index(index, [len(each) for each in edges])
         bounds = [tuple(each[at].tolist()) for each, at in zip(edges, place, strict=True)]
         box = Box(tuple(first for first, _ in bounds), tuple(after - first for first, after in bounds))
-        yield _Cell(box, np.flatnonzero(inside[index, :held]).tolist(), np.flatnonzero(inside[index, held:]).tolist())
+        yield box, np.flatnonzero(inside[index, :held]).tolist(), np.flatnonzero(inside[index, held:]).tolist()
 
 
 def _cut(box: Box, itemsize: int, pieces: int) -> Iterator[Box]:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -211,14 +212,10 @@ class nixlAgent:
 
     def checkRemoteMD(self, remote_agent: str | bytes, descs: nixlXferDList) -> nixl_status_t:
         name = text_of(remote_agent)
-        if name not in self._agent.peers:
-            return nixl_status_t.NIXL_ERR_NOT_FOUND
-        try:
-            return (
-                nixl_status_t.NIXL_SUCCESS if self._find(name, descs)[1] is None else nixl_status_t.NIXL_ERR_NOT_FOUND
-            )
-        except nixlNotFoundError:  # another thread has removed the agent
-            return nixl_status_t.NIXL_ERR_NOT_FOUND
+        with contextlib.suppress(nixlNotFoundError):  # another thread may remove the agent
+            if name in self._agent.peers and self._find(name, descs)[1] is None:
+                return nixl_status_t.NIXL_SUCCESS
+        return nixl_status_t.NIXL_ERR_NOT_FOUND
 
     def makeConnection(self, remote_agent: str | bytes, backends: Sequence[int] = ()) -> nixl_status_t:
         with in_nixls_words():

@@ -4,7 +4,6 @@ nixl_status_t.
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import ClassVar
 
 from proxyccl.channels.transfers import errors as ours
@@ -95,8 +94,6 @@ class in_nixls_words:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, ProxyCCLError):
             raise in_nixl(error) from error

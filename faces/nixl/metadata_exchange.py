@@ -30,7 +30,6 @@ _FORMAT = b"PXM1"
 _LONGEST = 64 << 20
 _SECONDS = 5.0  # the time-out of one exchange, and of the wait until a peer listens
 _MOST_AT_ONCE = 256  # exchanges in progress; another one cancels the oldest
-_PART = 1 << 20
 _PAUSE_SECONDS = 0.05
 _logger = get_logger(__name__.removeprefix("proxyccl.nixl."))
 
@@ -65,50 +64,36 @@ def listen(agent: Exchanging, port: int) -> None:
     family = socket.AF_INET6 if dual else socket.AF_INET
     listener = socket.create_server(("", port), family=family, backlog=64, dualstack_ipv6=dual)
     forks.keep_from_children(listener)
-    forks.finalizer(agent, _end, listener)
+    loop, freed = asyncio.new_event_loop(), asyncio.Event()
+    forks.finalizer(agent, loop.call_soon_threadsafe, freed.set)
     reference = weakref.ref(agent)
-    Thread(lambda: asyncio.run(_serve(listener, reference)), "proxyccl-nixl-listener").start()
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(_serve(listener, reference, freed))
+
+    Thread(run, "proxyccl-nixl-listener").start()
 
 
-def _end(listener: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)  # wakes the listener's thread, which closes the socket
+async def _serve(listener: socket.socket, reference: weakref.ref[Exchanging], freed: asyncio.Event) -> None:
+    """Serves all peers with one event loop, so that a silent peer does not delay other peers."""
+    exchanges: dict[object, Any] = {}  # the task of each connection, from the oldest
 
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(exchanges) >= _MOST_AT_ONCE:
+            _logger.warning("a peer's metadata request failed: too many peers have come after it")
+            exchanges.pop(next(iter(exchanges))).cancel()
+        exchanges[writer] = asyncio.current_task()
+        try:
+            async with _bounded(writer):
+                writer.write(_carry_out(reference(), *await _receive(reader)))
+        except Exception as error:
+            _logger.warning("a peer's metadata request failed: %s", error)
+        finally:
+            exchanges.pop(writer, None)
 
-async def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) -> None:
-    """Serves all peers with one event loop, so that a silent peer does not delay other peers. Returns when the listener
-    is shut down.
-    """
-    exchanges: dict[asyncio.Task[None], None] = {}  # ordered from the oldest
-    listener.setblocking(False)
-    with listener:
-        while True:
-            try:
-                connection, _ = await asyncio.get_running_loop().sock_accept(listener)
-            except OSError:
-                if reference() is None:
-                    return
-                await asyncio.sleep(_PAUSE_SECONDS)  # no file descriptor is left, so the peer waits
-                continue
-            if len(exchanges) >= _MOST_AT_ONCE:
-                _logger.warning("a peer's metadata request failed: too many peers have come after it")
-                oldest = next(iter(exchanges))
-                del exchanges[oldest]
-                oldest.cancel()
-            task = asyncio.create_task(_answer(connection, reference))
-            exchanges[task] = None
-            task.add_done_callback(lambda ended: exchanges.pop(ended, None))
-            await asyncio.sleep(0)  # lets exchanges proceed even if more peers wait in accept
-
-
-async def _answer(connection: socket.socket, reference: weakref.ref[Exchanging]) -> None:
-    try:
-        with connection:
-            async with _bounded(connection):
-                answer = _carry_out(reference(), *await _receive(connection))
-                await asyncio.get_running_loop().sock_sendall(connection, answer)
-    except Exception as error:
-        _logger.warning("a peer's metadata request failed: %s", error)
+    async with await asyncio.start_server(answer, sock=listener):
+        await freed.wait()
 
 
 def _carry_out(agent: Exchanging | None, request: int, data: bytes) -> bytes:
@@ -144,17 +129,16 @@ class Sender:
 
     async def _ask(self, address: str, port: int, request: Request, data: bytes) -> None:
         try:
-            with _reach(address, port) as connection:
-                async with _bounded(connection):
-                    loop = asyncio.get_running_loop()
-                    await loop.sock_sendall(connection, _HEAD.pack(_FORMAT, request, len(data)) + data)
-                    if request == Request.FETCH:
-                        _, metadata = await _receive(connection)
-                        agent = self._agent()
-                        if agent is not None:
-                            agent.loadRemoteMD(metadata)
-                    else:  # wait until the peer has carried out this request and closed the connection
-                        await loop.sock_recv(connection, 1)
+            reader, writer = await asyncio.open_connection(sock=_reach(address, port))
+            async with _bounded(writer):
+                writer.write(_HEAD.pack(_FORMAT, request, len(data)) + data)
+                if request == Request.FETCH:
+                    _, metadata = await _receive(reader)
+                    agent = self._agent()
+                    if agent is not None:
+                        agent.loadRemoteMD(metadata)
+                else:  # wait until the peer has carried out this request and closed the connection
+                    await reader.read(1)
         except Exception as error:
             text = "metadata can't be exchanged with %s port %s: %s"
             _logger.error(text, address, port, error)  # noqa: TRY400  a peer's failure, not this code's
@@ -172,26 +156,27 @@ def _reach(address: str, port: int) -> socket.socket:
             time.sleep(_PAUSE_SECONDS)
 
 
-async def _receive(connection: socket.socket) -> tuple[int, bytes]:
-    received = bytearray()
-    length = 0
-    while len(received) < _HEAD.size + length:
-        part = await asyncio.get_running_loop().sock_recv(connection, _PART)
-        if not part:
-            raise OSError("the peer has closed the connection")
-        received += part
-        if len(received) >= _HEAD.size:
-            name, request, length = _HEAD.unpack_from(received)
-            if name != _FORMAT or length > _LONGEST:
-                raise OSError("the peer sent an invalid request")
-    return request, bytes(received[_HEAD.size :][:length])
+async def _receive(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    try:
+        name, request, length = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+        if name != _FORMAT or length > _LONGEST:
+            raise OSError("the peer sent an invalid request")
+        return request, await reader.readexactly(length)
+    except asyncio.IncompleteReadError:
+        raise OSError("the peer has closed the connection") from None
 
 
 @contextlib.asynccontextmanager
-async def _bounded(connection: socket.socket) -> AsyncIterator[None]:
-    connection.setblocking(False)
+async def _bounded(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+    """Runs a block of at most _SECONDS, which includes the time to send what the block has written to a connection.
+    Closes the connection at the end.
+    """
     try:
         async with asyncio.timeout(_SECONDS):
             yield
+            writer.close()
+            await writer.wait_closed()
     except TimeoutError:
         raise TimeoutError(f"the exchange took more than {_SECONDS:g} s") from None
+    finally:
+        writer.transport.abort()

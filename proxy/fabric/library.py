@@ -266,25 +266,40 @@ def _ip_address(address_format: int, raw: bytes) -> ipaddress.IPv4Address | ipad
     return None
 
 
-def choose_offer(
+def choose_offers(
     offers: list[FabricOffer],
     options: FabricOptions,
     near: Place = NOWHERE,
     *,
     local_rank: int = 0,
     root: Path = SYSFS,
-) -> FabricOffer:
-    """Returns the offer to use: an offer of the first provider, in libfabric's order, that reaches other hosts.
+) -> list[FabricOffer]:
+    """Returns the offers of a rank's interfaces: of the `options.interfaces`, the two that are nearest to the rank's
+    place `near`, in the order of their names; without `interfaces`, one offer. Each is an offer of the first provider,
+    in libfabric's order, that reaches other hosts.
 
     Skips interfaces with loopback or link-local addresses, and prefers IPv4 to IPv6. If the provider's interfaces have
-    no IP addresses, chooses among the interfaces that are nearest to the rank's place `near`, over which `local_rank`
-    distributes the ranks of a host. Interfaces with IP addresses may belong to separate networks, so all ranks use the
-    first such interface. Distances are read from sysfs, which is mounted at `root`. Ignores `options.interfaces`.
+    no IP addresses, chooses among the interfaces that are nearest to `near`, over which `local_rank` distributes the
+    ranks of a host. Interfaces with IP addresses may belong to separate networks, so all ranks use the first such
+    interface. Distances are read from sysfs, which is mounted at `root`.
 
     Raises:
         ArgumentError: no provider or interface matches the options; the message names the option.
         RuntimeUnavailableError: no provider reaches other hosts.
     """
+    chosen = []
+    for name in options.interfaces or ():
+        whole = any(offer.domain == name for offer in offers)
+        one = dataclasses.replace(options, interfaces=None, interface=f"={name}" if whole else name)
+        chosen.append(_choose(offers, one, near, local_rank, root))
+    if not chosen:
+        return [_choose(offers, options, near, local_rank, root)]
+    if len({offer.domain for offer in chosen}) < len(chosen) or len({offer.kind for offer in chosen}) > 1:
+        raise ArgumentError("interfaces", f"must name different interfaces of one provider, not {_listed(chosen)}")
+    return sorted(_by_nearness(chosen, near, root, RAILS * local_rank)[:RAILS], key=chosen.index)
+
+
+def _choose(offers: list[FabricOffer], options: FabricOptions, near: Place, local_rank: int, root: Path) -> FabricOffer:
     usable = offers
     if options.provider is not None:
         wanted = options.provider
@@ -313,29 +328,6 @@ def choose_offer(
         return best
     peers = [offer for offer in usable if offer.provider == best.provider and offer.address is None]
     return _by_nearness(peers, near, root, local_rank)[0]
-
-
-def choose_offers(
-    offers: list[FabricOffer],
-    options: FabricOptions,
-    near: Place = NOWHERE,
-    *,
-    local_rank: int = 0,
-    root: Path = SYSFS,
-) -> list[FabricOffer]:
-    """Returns the offers of a rank's interfaces: of the `options.interfaces`, the two that are nearest to `near`, in
-    the order of their names; without `interfaces`, one offer. The arguments and the errors are those of `choose_offer`.
-    """
-    chosen = []
-    for name in options.interfaces or ():
-        whole = any(offer.domain == name for offer in offers)
-        one = dataclasses.replace(options, interfaces=None, interface=f"={name}" if whole else name)
-        chosen.append(choose_offer(offers, one, near, local_rank=local_rank, root=root))
-    if not chosen:
-        return [choose_offer(offers, options, near, local_rank=local_rank, root=root)]
-    if len({offer.domain for offer in chosen}) < len(chosen) or len({offer.kind for offer in chosen}) > 1:
-        raise ArgumentError("interfaces", f"must name different interfaces of one provider, not {_listed(chosen)}")
-    return sorted(_by_nearness(chosen, near, root, RAILS * local_rank)[:RAILS], key=chosen.index)
 
 
 def _by_nearness(offers: list[FabricOffer], near: Place, root: Path, turn: int) -> list[FabricOffer]:

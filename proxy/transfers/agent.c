@@ -73,14 +73,6 @@ int proxyccl_agent_wait(ProxycclAgent *agent, uint64_t timeout_ns) {
   return has_one;
 }
 
-int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64_t bytes) {
-  if (bytes > PROXYCCL_LONGEST_MESSAGE) return EMSGSIZE;
-  pthread_mutex_lock(&agent->lock);
-  const int error = agent_receive(agent, agent->name, strlen(agent->name), message, bytes);
-  pthread_mutex_unlock(&agent->lock);
-  return error;
-}
-
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent) { return (uintptr_t)agent->secret; }
 
 static void free_regions(Regions *regions) {

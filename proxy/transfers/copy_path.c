@@ -78,7 +78,7 @@ static int between(const ProxycclStaging *staging, uint32_t stage, int to_device
                    uint32_t count) {
   void *memory = (void *)(uintptr_t)staging->memory[stage];
   const int status = staging_queue(staging, stage, memory, to_device, blocks, count);
-  const int ended = staging_await(staging, stage);
+  const int ended = staging_await(staging, stage, LONGEST_CANCEL_NS);
   return status != 0 ? status : ended;
 }
 

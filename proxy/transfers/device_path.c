@@ -108,7 +108,7 @@ static int look(ProxycclTransfer *transfer) {
 /* Waits for the copies, because a driver can't cancel them. */
 static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   DeviceTransfer *self = (DeviceTransfer *)transfer;
-  const uint64_t deadline = now_ns() + LONGEST_CANCEL_S * 1000000000ull;
+  const uint64_t deadline = now_ns() + LONGEST_CANCEL_NS;
   const struct timespec pause = {0, SHORTEST_PAUSE_NS};
   (void)timeout_ns;
   ++transfer->copying; /* while `copying` is not 0, the transfer stays allocated and other threads do not poll it */

@@ -38,15 +38,8 @@ int staging_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, 
   return status != 0 ? status : recorded;
 }
 
-int staging_reached(const ProxycclStaging *staging, uint32_t stage) {
-  const Entered before = driver_enter(staging->copier);
-  const int status = staging->copier->event_query((void *)(uintptr_t)staging->events[stage]);
-  driver_leave(staging->copier, before);
-  return status;
-}
-
-int staging_await(const ProxycclStaging *staging, uint32_t stage) {
-  const uint64_t deadline = now_ns() + LONGEST_CANCEL_S * 1000000000ull;
+int staging_await(const ProxycclStaging *staging, uint32_t stage, uint64_t timeout_ns) {
+  const uint64_t deadline = now_ns() + timeout_ns;
   const Entered before = driver_enter(staging->copier);
   int status;
   do { /* spins, because a copy has at most half a megabyte and takes tens of microseconds */

@@ -38,6 +38,7 @@ ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves
   link->serves = serves;
   link->references = serves ? 0 : 1;
   link->ahead = ahead;
+  link->in.left = sizeof link->in.frame;
   link->next = agent->links;
   agent->links = link;
   ++agent->references;

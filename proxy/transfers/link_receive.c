@@ -345,36 +345,18 @@ static int extend_body(Receiving *in) {
   return buffer_extend(&in->body, left < step ? left : step) != NULL;
 }
 
-/* Returns the number of bytes of the current part that have not arrived. */
-static uint64_t lacks(const Receiving *in) {
-  switch (in->part) {
-    case IN_DATA:
-      return in->left;
-    case IN_BODY:
-      return in->body_bytes - in->have;
-    default:
-      return sizeof in->frame - in->have;
-  }
-}
-
 /* Receives bytes of the current part. Returns the number of received bytes, which is 0 if the socket is empty, or if
  * the link must end; *problem is then the reason. */
 static size_t take_part(ProxycclLink *link, const char **problem) {
   Receiving *in = &link->in;
-  const int in_body = in->part == IN_BODY;
-  if (in->part == IN_DATA) {
-    const size_t taken = take_data(link);
-    in->left -= taken;
-    return taken;
-  }
-  if (in_body && in->have == in->body.used && !extend_body(in)) {
+  if (in->part == IN_DATA) return take_data(link);
+  if (in->part != IN_BODY) return take(link, (char *)(&in->frame + 1) - in->left, in->left);
+  const uint64_t have = in->body_bytes - in->left;
+  if (have == in->body.used && !extend_body(in)) {
     *problem = OUT_OF_MEMORY;
     return 0;
   }
-  char *to = in_body ? in->body.bytes : (char *)&in->frame;
-  const size_t taken = take(link, to + in->have, (in_body ? in->body.used : sizeof in->frame) - in->have);
-  in->have += taken;
-  return taken;
+  return take(link, in->body.bytes + have, in->body.used - have);
 }
 
 /* Advances to the next part once the current part is complete. Returns the reason if the link must end, else NULL. */
@@ -382,7 +364,7 @@ static const char *next_part(ProxycclLink *link) {
   Receiving *in = &link->in;
   const FramePart ended = in->part;
   in->part = IN_HEAD;
-  in->have = 0;
+  in->left = sizeof in->frame;
   switch (ended) {
     case IN_TAIL:
       if (in->frame.kind != FRAME_ANSWER || in->frame.bytes >= FRAME_BLOCKS) return "the peer sent an invalid frame";
@@ -401,7 +383,7 @@ static const char *next_part(ProxycclLink *link) {
   in->part = IN_BODY;
   const int64_t bytes = body_of(link, &in->frame);
   if (bytes < 0) return "the peer sent an invalid frame";
-  in->body_bytes = (uint64_t)bytes;
+  in->left = in->body_bytes = (uint64_t)bytes;
   return NULL;
 }
 
@@ -410,9 +392,10 @@ static const char *next_part(ProxycclLink *link) {
 static int step(ProxycclLink *link, uint64_t *turn) {
   const char *problem = NULL;
   const size_t taken = take_part(link, &problem);
+  link->in.left -= taken;
   *turn += taken;
   if (problem == NULL && (taken == 0 || link->lost != NULL)) return 0;
-  while (problem == NULL && link->lost == NULL && lacks(&link->in) == 0) problem = next_part(link);
+  while (problem == NULL && link->lost == NULL && link->in.left == 0) problem = next_part(link);
   if (problem != NULL) link_lose(link, problem);
   return link->lost == NULL;
 }

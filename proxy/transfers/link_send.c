@@ -344,11 +344,17 @@ ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char 
   return link;
 }
 
-int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes) {
-  if (bytes > PROXYCCL_LONGEST_MESSAGE) return EMSGSIZE;
-  pthread_mutex_lock(&link->agent->lock);
+int agent_tell(ProxycclAgent *agent, ProxycclLink *link, const char *message, uint64_t bytes) {
+  if (link == NULL) return agent_receive(agent, agent->name, strlen(agent->name), message, bytes);
   const int error = link_append(link, FRAME_MESSAGE, 0, message, bytes, NULL, 0);
   link_send(link);
-  pthread_mutex_unlock(&link->agent->lock);
+  return error;
+}
+
+int proxyccl_agent_tell(ProxycclAgent *agent, ProxycclLink *link, const char *message, uint64_t bytes) {
+  if (bytes > PROXYCCL_LONGEST_MESSAGE) return EMSGSIZE;
+  pthread_mutex_lock(&agent->lock);
+  const int error = agent_tell(agent, link, message, bytes);
+  pthread_mutex_unlock(&agent->lock);
   return error;
 }

@@ -29,13 +29,14 @@ enum {
   SHORT_NS = 20000,          /* longest spin for a short device copy; waking a thread takes longer */
   SHORTEST_PAUSE_NS = 20000, /* the agent's thread pauses at least this long between two polls */
   ROW = 6,                   /* words that describe a libfabric request: see proxyccl_transfer_create_by_fabric */
-  LONGEST_CANCEL_S = 30,     /* a device or network adapter that does not stop within this time is assumed to hang */
   FED = 2,                   /* most answers of one link that use stages at the same time */
   LONGEST_ADDRESS = 512,     /* most bytes of a libfabric endpoint's address */
   AHEAD_BYTES = 64 << 10,    /* most bytes that are read ahead from a socket */
   UNGREETED = 64             /* most accepted links on which no greeting has arrived */
 };
 
+/* A device or network adapter that does not stop within this time is assumed to hang. */
+#define LONGEST_CANCEL_NS 30000000000ull
 #define OUT_OF_MEMORY "this process is out of memory" /* a reason for the end of a link */
 
 /* The tag of an epoll event: 0 for the eventfd, else a pointer, whose low alignment bits hold the kind of object. */
@@ -201,15 +202,14 @@ typedef enum FramePart { IN_HEAD, IN_BODY, IN_DATA, IN_TAIL } FramePart;
 typedef struct Receiving {
   Frame frame; /* the head, or the second head */
   FramePart part;
-  size_t have;  /* bytes of the head, or of the body, that have arrived */
-  Stage *stage; /* the stage that receives a WRITE's data; NULL if the data goes directly to the blocks */
+  uint64_t left; /* bytes of the part that have not arrived */
+  Stage *stage;  /* the stage that receives a WRITE's data; NULL if the data goes directly to the blocks */
   struct iovec staged;
   Buffer body;
   uint64_t body_bytes;        /* bytes of the whole body */
   const struct iovec *blocks; /* a WRITE's blocks, in `body`; NULL to discard the data */
   uint64_t count;
   Position at;
-  uint64_t left;   /* bytes of data not received */
   uint32_t error;  /* the errno for the answer to a WRITE */
   uint64_t block;  /* the number of the block that caused `error` */
   uint64_t memory; /* see Sending.memory */
@@ -296,7 +296,7 @@ struct ProxycclTransfer {
   Guard guards[2]; /* registrations of the local blocks and of the remote blocks */
   ProxycclGranted granted; /* the grant of the remote blocks; `count` is 0 without one */
   ProxycclFault fault;
-  uint64_t *words; /* the words of proxyccl_transfer_post_after, or NULL */
+  uint64_t *words; /* the words of proxyccl_transfer_post, or NULL */
   int rung;        /* whether the stream has started the transfer; 1 if no stream starts it */
   Buffer message;
   int has_message;
@@ -371,8 +371,8 @@ void driver_leave(const ProxycclCopier *copier, Entered before);
 /* Queues copies between a stage's memory and a device's blocks, and records the stage's event. */
 int staging_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, int to_device,
                   const struct iovec *blocks, uint64_t count);
-int staging_reached(const ProxycclStaging *staging, uint32_t stage); /* queries the stage's event */
-int staging_await(const ProxycclStaging *staging, uint32_t stage);   /* waits for the stage's event, at most 30 s */
+/* Waits for a stage's event. Returns PROXYCCL_RUNTIME_NOT_READY after the time-out; 0 queries the event. */
+int staging_await(const ProxycclStaging *staging, uint32_t stage, uint64_t timeout_ns);
 
 /* agent.c. All functions below are called with the agent locked. */
 int agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events); /* 0 or errno */
@@ -424,6 +424,8 @@ int link_append(ProxycclLink *link, FrameKind kind, uint32_t count, const void *
                 const void *second, uint64_t second_bytes);
 
 /* link_send.c */
+/* Sends a message over a link or, if `link` is NULL, to the agent itself. Returns 0 or an errno. */
+int agent_tell(ProxycclAgent *agent, ProxycclLink *link, const char *message, uint64_t bytes);
 void link_send(ProxycclLink *link); /* sends until nothing is left to send or the socket is full */
 /* Starts an inactive request: moves its blocks or, if `asked` is not NULL, sends a CHECK of the memory at `asked`. */
 void link_start(ProxycclLink *link, Request *request, uint64_t bytes, const ProxycclFault *asked);

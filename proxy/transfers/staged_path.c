@@ -44,7 +44,7 @@ static void copy_part(StagedTransfer *self, uint32_t i) {
 static int is_copied(StagedTransfer *self, uint32_t i) {
   ProxycclTransfer *transfer = &self->base;
   pthread_mutex_unlock(&transfer->agent->lock);
-  const int status = staging_reached(self->staging, i);
+  const int status = staging_await(self->staging, i, 0);
   pthread_mutex_lock(&transfer->agent->lock);
   if (status == PROXYCCL_RUNTIME_NOT_READY) return 0;
   if (status != 0 && transfer->error == 0) transfer->error = -status;
@@ -188,7 +188,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
     if (part->state == PART_MOVING) continue;
     if (part->state == PART_COPYING) {
       pthread_mutex_unlock(&agent->lock);
-      staging_await(self->staging, i);
+      staging_await(self->staging, i, LONGEST_CANCEL_NS);
       pthread_mutex_lock(&agent->lock);
     }
     part->state = PART_IDLE;

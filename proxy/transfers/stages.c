@@ -93,9 +93,9 @@ void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_
   stage->status = staging_queue(staging, stage->number, stage->memory, to_device, blocks, count);
   const uint64_t deadline = now_ns() + SHORT_NS;
   while (bytes <= SHORT_BYTES && now_ns() < deadline &&
-         staging_reached(staging, stage->number) == PROXYCCL_RUNTIME_NOT_READY) {}
+         staging_await(staging, stage->number, 0) == PROXYCCL_RUNTIME_NOT_READY) {}
   if (stage->number == PROXYCCL_STAGES) { /* waits, because all copies of pageable memory share one event */
-    const int ended = staging_await(staging, stage->number);
+    const int ended = staging_await(staging, stage->number, LONGEST_CANCEL_NS);
     if (stage->status == 0) stage->status = ended;
   }
   pthread_mutex_lock(&agent->lock);
@@ -107,7 +107,7 @@ void stages_look(ProxycclAgent *agent) {
     int status = 0;
     if (stage->number < PROXYCCL_STAGES) {
       pthread_mutex_unlock(&agent->lock);
-      status = staging_reached(stage->device->staging, stage->number);
+      status = staging_await(stage->device->staging, stage->number, 0);
       pthread_mutex_lock(&agent->lock);
     }
     next = each->next; /* only this thread adds and removes stages */
@@ -127,6 +127,6 @@ void stages_look(ProxycclAgent *agent) {
 /* Frees the stages, all of which belonged to lost links. */
 void stages_finish(ProxycclAgent *agent) {
   for (Stage *stage; (stage = queue_pop(&agent->stages)) != NULL; free_stage(stage)) {
-    if (stage->number < PROXYCCL_STAGES) staging_await(stage->device->staging, stage->number);
+    if (stage->number < PROXYCCL_STAGES) staging_await(stage->device->staging, stage->number, LONGEST_CANCEL_NS);
   }
 }

@@ -97,15 +97,7 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
   }
   if (!grant_leave(&transfer->granted) && state == PROXYCCL_TRANSFER_DONE) state = PROXYCCL_TRANSFER_STALE;
   if (state == PROXYCCL_TRANSFER_DONE && transfer->has_message) {
-    ProxycclAgent *agent = transfer->agent;
-    const Buffer *message = &transfer->message;
-    int error;
-    if (transfer->link == NULL) {
-      error = agent_receive(agent, agent->name, strlen(agent->name), message->bytes, message->used);
-    } else {
-      error = link_append(transfer->link, FRAME_MESSAGE, 0, message->bytes, message->used, NULL, 0);
-      link_send(transfer->link);
-    }
+    const int error = agent_tell(transfer->agent, transfer->link, transfer->message.bytes, transfer->message.used);
     transfer->error = error;
     if (error != 0) state = error == ENOTCONN ? PROXYCCL_TRANSFER_LOST : PROXYCCL_TRANSFER_FAILED;
   }
@@ -184,10 +176,8 @@ static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
   }
 }
 
-/* Activates a transfer, and begins it: immediately if `words` is NULL, otherwise once a stream has set words[0].
- * Returns 0 or an error. */
-static int post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream,
-                uint64_t *words) {
+int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream,
+                           uint64_t *words) {
   ProxycclAgent *agent = transfer->agent;
   if (bytes > PROXYCCL_LONGEST_MESSAGE) return EMSGSIZE;
   const uint64_t posted = now_ns();
@@ -216,14 +206,6 @@ static int post(ProxycclTransfer *transfer, const char *message, uint64_t bytes,
   }
   pthread_mutex_unlock(&agent->lock);
   return error;
-}
-
-int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream) {
-  return post(transfer, message, bytes, stream, NULL);
-}
-
-int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words) {
-  return post(transfer, message, bytes, NULL, words);
 }
 
 /* Begins a transfer once its stream has set words[0]; later calls advance it. Returns 1 if the transfer has begun or
@@ -302,7 +284,7 @@ int proxyccl_transfer_release(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   pthread_mutex_lock(&agent->lock);
   ++agent->references; /* keeps the agent allocated during this call */
-  const int error = transfer_cancel(transfer, LONGEST_CANCEL_S * 1000000000ull);
+  const int error = transfer_cancel(transfer, LONGEST_CANCEL_NS);
   if (error == 0) {
     free_transfer(transfer);
   } else {
@@ -351,18 +333,9 @@ ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer) {
   return proxyccl_transfer_state(transfer);
 }
 
-int proxyccl_transfer_error(const ProxycclTransfer *transfer) { return transfer->error; }
-
-void proxyccl_transfer_fault(const ProxycclTransfer *transfer, ProxycclFault *fault) {
+ProxycclOutcome proxyccl_transfer_outcome(const ProxycclTransfer *transfer) {
   pthread_mutex_lock(&transfer->agent->lock);
-  *fault = transfer->fault;
+  const ProxycclOutcome outcome = {transfer->state, transfer->times, transfer->error, transfer->fault};
   pthread_mutex_unlock(&transfer->agent->lock);
-}
-
-ProxycclTransferState proxyccl_transfer_times(const ProxycclTransfer *transfer, ProxycclTransferTimes *times) {
-  pthread_mutex_lock(&transfer->agent->lock);
-  const ProxycclTransferState state = transfer->state;
-  *times = transfer->times;
-  pthread_mutex_unlock(&transfer->agent->lock);
-  return state;
+  return outcome;
 }

@@ -26,8 +26,8 @@ typedef enum ProxycclTransferState {
   PROXYCCL_TRANSFER_DONE,     /* all data has arrived */
   PROXYCCL_TRANSFER_CANCELED, /* this side canceled the transfer */
   PROXYCCL_TRANSFER_LOST,     /* the link ended */
-  PROXYCCL_TRANSFER_REFUSED,  /* the peer has not registered a block; see proxyccl_transfer_fault */
-  PROXYCCL_TRANSFER_FAILED,   /* a copy failed; see proxyccl_transfer_error and proxyccl_transfer_fault */
+  PROXYCCL_TRANSFER_REFUSED,  /* the peer has not registered a block; see ProxycclOutcome */
+  PROXYCCL_TRANSFER_FAILED,   /* a copy failed; see ProxycclOutcome */
   PROXYCCL_TRANSFER_STALE     /* a granted block was revoked before the copy was complete */
 } ProxycclTransferState;
 
@@ -52,6 +52,14 @@ typedef struct ProxycclTransferTimes {
   uint64_t returned; /* when the last post returned */
   uint64_t ended;
 } ProxycclTransferTimes;
+
+/* The state of a transfer, and what its last start led to. */
+typedef struct ProxycclOutcome {
+  ProxycclTransferState state;
+  ProxycclTransferTimes times;
+  int32_t error;       /* the errno of a failed copy, or the negated driver status of a failed copy by a device */
+  ProxycclFault fault; /* for a transfer that was refused or failed */
+} ProxycclOutcome;
 
 /* An agent's records of the transfers that end during a trace, in memory that other processes map. Only the agent's
  * process writes the records and `count`; tracing processes write `until`. */
@@ -144,8 +152,6 @@ uint64_t proxyccl_agent_unread(const ProxycclAgent *agent);
 uint64_t proxyccl_agent_take(ProxycclAgent *agent, char *to, uint64_t room);
 /* Waits until the inbox has a message, or the agent is stopped. Returns 1 if the inbox has a message. */
 int proxyccl_agent_wait(ProxycclAgent *agent, uint64_t timeout_ns);
-/* Puts a message into the agent's own inbox. Returns 0, EMSGSIZE or ENOMEM. */
-int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64_t bytes);
 
 /* Reads memory of another process by process_vm_readv. Callers use this function to check that process_vm_readv works
  * and that `pid` is the intended process. Returns 0 or an errno. */
@@ -204,9 +210,9 @@ void proxyccl_link_release(ProxycclLink *link);
 const char *proxyccl_link_lost(const ProxycclLink *link);
 /* Polls the socket, so that proxyccl_link_lost reports a disconnect immediately. */
 void proxyccl_link_look(ProxycclLink *link);
-/* Sends a message after all earlier messages. Returns 0, ENOTCONN, EMSGSIZE, ENOMEM, or ENOBUFS if too many messages
- * wait for the peer. */
-int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
+/* Sends a message over a link, after all earlier messages, or to the agent itself if `link` is NULL. Returns 0,
+ * ENOTCONN, EMSGSIZE, ENOMEM, or ENOBUFS if too many messages wait for the peer. */
+int proxyccl_agent_tell(ProxycclAgent *agent, ProxycclLink *link, const char *message, uint64_t bytes);
 
 /* The blocks of a transfer: two arrays of `count` pairs (address, bytes). At each index, the local and the remote block
  * have the same length, at least one byte. Both arrays must outlive the transfer. */
@@ -276,16 +282,14 @@ void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
  * EBUSY (see proxyccl_transfer_cancel), and the transfer's stages must then stay allocated. */
 int proxyccl_transfer_release(ProxycclTransfer *transfer);
 /* Starts the transfer. `message`: a message to send to the peer once the data has arrived, or NULL. `stream`: a stream
- * of the copying device, or NULL; the copies run after the stream's earlier work and before its later work. If `stream`
- * is NULL, a short transfer ends before the function returns. Returns 0, EBUSY if the transfer is active, EMSGSIZE,
- * ENOMEM, or ESTALE if a granted block is revoked. */
-int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream);
-/* Starts the transfer once a stream has set words[0] to a nonzero value. When the transfer has ended, successfully or
- * not, words[1] becomes 1, and the stream's later work waits for words[1]. At the call both words must be 0. The words
- * must not be used for another start, must be in memory that streams can write and wait for, and must outlive the
- * transfer. This function must not be called for transfers that a device copies. Returns 0 or an error of
- * proxyccl_transfer_post. */
-int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words);
+ * of the copying device, or NULL; the copies run after the stream's earlier work and before its later work. `words`:
+ * NULL, or for a transfer that no device copies two words, which are 0: the transfer starts once a stream has set
+ * words[0] to a nonzero value, and words[1] becomes 1 when the transfer has ended, successfully or not. The words must
+ * not be used for another start, must be in memory that streams can write and wait for, and must outlive the transfer.
+ * Without `stream` and `words`, a short transfer ends before the function returns. Returns 0, EBUSY if the transfer is
+ * active, EMSGSIZE, ENOMEM, or ESTALE if a granted block is revoked. */
+int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream,
+                           uint64_t *words);
 /* Cancels an active transfer. A device's copies and both agents' libfabric requests can't be withdrawn, so this
  * function waits for them: at most 30 s for the copies and the stream's work before the copies, and at most
  * `timeout_ns` for libfabric requests. Returns 0 once nothing accesses the local memory. Returns EBUSY if libfabric
@@ -299,11 +303,6 @@ ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer);
 /* Waits until the transfer has ended, and advances it during the wait, as proxyccl_transfer_help does. Returns the
  * state, which is ACTIVE after a time-out. The wait exceeds the time-out by at most the time to copy one piece. */
 ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_t timeout_ns);
-/* Returns the errno of a failed copy, or the negated driver status of a failed copy by a device. */
-int proxyccl_transfer_error(const ProxycclTransfer *transfer);
-/* Gets the fault of a transfer that was refused or failed. */
-void proxyccl_transfer_fault(const ProxycclTransfer *transfer, ProxycclFault *fault);
-/* Gets the times of the last start, and returns the state at the same moment. */
-ProxycclTransferState proxyccl_transfer_times(const ProxycclTransfer *transfer, ProxycclTransferTimes *times);
+ProxycclOutcome proxyccl_transfer_outcome(const ProxycclTransfer *transfer);
 
 #endif

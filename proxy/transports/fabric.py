@@ -18,15 +18,7 @@ from proxyccl.proxy.interface import EndpointInfo, EndpointWire
 from proxyccl.proxy.registrations import rail_key
 from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
 from proxyccl.proxy.transports.staged_connection import StagedEndpoint, Wire, staged_over
-from proxyccl.proxy.transports.transport import (
-    EngineConnection,
-    EngineRuntime,
-    RemoteFunctions,
-    Transport,
-    create,
-    require_unstaged,
-)
-from proxyccl.proxy.transports.verbs import RailsOptions
+from proxyccl.proxy.transports.transport import RailsOptions, RemoteFunctions, Transport, connect, require_unstaged
 
 if TYPE_CHECKING:  # imported at run time only when the endpoint is opened
     from proxyccl.proxy.fabric.endpoint import FabricContext, FabricEndpoint
@@ -87,15 +79,9 @@ def _open(setup: RemoteSetup, options: TransportOptions) -> FabricContext:
     return FabricContext(setup, options.fabric)
 
 
-def _connect(engine: EngineRuntime, options: Any) -> EngineConnection:
-    if isinstance(options, RailsOptions):
-        return options.connect(engine, NEEDS)
-    return EngineConnection(create(engine, "fabric", options, needs=NEEDS))
-
-
 TRANSPORT = Transport(
     name="fabric",
-    connect=_connect,
+    connect=lambda engine, options: connect(engine, "fabric", options, NEEDS),
     status_text=_status_text,
     statuses=range(lib.PROXYCCL_FABRIC_FAILED, 2 * lib.PROXYCCL_FABRIC_FAILED),
     remote=RemoteFunctions(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
-from proxyccl.device.ffi_types import set_functions
+from proxyccl.device.ffi_types import fill, set_functions
 from proxyccl.device.runtime import Event, Memory, Runtime, Stream
 from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import EndpointInfo
@@ -23,6 +23,9 @@ from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
 from proxyccl.proxy.transports.rails import Rail
 
 ffi, lib = _engine.ffi, _engine.lib
+
+_CUT = 128 << 10
+"""Puts and gets of at least this many bytes are divided between two rails."""
 
 
 class EngineRuntime:
@@ -111,6 +114,41 @@ def create(engine: EngineRuntime, transport: str, native_options: Any, *parts: A
             f"this build of ProxyCCL lacks the transport {transport}; build it where {needs} are installed"
         )
     raise ResourceError("out of memory for a connection")
+
+
+class RailsOptions(Struct, frozen=True):
+    """The options of a connection over several rails.
+
+    Attributes:
+        native: a ProxycclRailsOptions.
+        options: the ProxycclVerbsOptions or ProxycclFabricOptions of each rail.
+        rails: the rails, which the service watches; () if no rail can be connected again.
+    """
+
+    native: Any
+    options: tuple[Any, ...]
+    rails: tuple[Rail, ...] = ()
+
+    @classmethod
+    def of(
+        cls, options: Sequence[Any], speeds: Sequence[int], rails: Sequence[Rail] = (), **fields: int
+    ) -> RailsOptions:
+        """Makes options; `fields` are other fields of ProxycclRailsOptions."""
+        native = fill(ffi.new("ProxycclRailsOptions *"), **{"cut": _CUT, **fields})
+        for i, (each, speed) in enumerate(zip(options, speeds, strict=True)):
+            native.options[i], native.speeds[i] = each, speed
+        return cls(native, tuple(options), tuple(rails))
+
+
+def connect(engine: EngineRuntime, transport: str, options: Any, needs: str) -> EngineConnection:
+    """Makes a connection of a transport, or over several rails if `options` are RailsOptions. The other arguments and
+    the errors are those of `create`.
+    """
+    if isinstance(options, RailsOptions):
+        return EngineConnection(
+            create(engine, "rails", options.native, *options.options, needs=needs), rails=options.rails
+        )
+    return EngineConnection(create(engine, transport, options, needs=needs))
 
 
 class TransportEndpoint(Protocol):

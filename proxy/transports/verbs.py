@@ -9,27 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
-
-from proxyccl.device.ffi_types import fill
 from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import EndpointInfo, EndpointWire
 from proxyccl.proxy.registrations import Registration, rail_key
 from proxyccl.proxy.remote_options import RdmaOptions, RemoteSetup, TransportOptions
 from proxyccl.proxy.transports.rails import Rail
 from proxyccl.proxy.transports.staged_connection import STATUSES, StagedEndpoint, Wire, staged_over
-from proxyccl.proxy.transports.transport import (
-    EngineConnection,
-    EngineRuntime,
-    RemoteFunctions,
-    Transport,
-    create,
-    require_unstaged,
-)
-from proxyccl.proxy.verbs.requirements import missing
+from proxyccl.proxy.transports.transport import RailsOptions, RemoteFunctions, Transport, connect, require_unstaged
+from proxyccl.proxy.verbs.requirements import NEEDS, missing
 
 if TYPE_CHECKING:  # imported at run time only when the device is opened
     from proxyccl.proxy.verbs.endpoint import VerbsDevice
@@ -37,8 +27,6 @@ if TYPE_CHECKING:  # imported at run time only when the device is opened
 
 ffi, lib = _engine.ffi, _engine.lib
 _MAIL_BYTES = ffi.sizeof("ProxycclRailsMail")
-_CUT = 128 << 10
-"""Puts and gets of at least this many bytes are divided between two rails."""
 
 _COMPLETIONS = (
     ("IBV_WC_SUCCESS", "no error"),
@@ -73,8 +61,6 @@ _PEER_SECONDS = 30
 """Time in seconds for the peer's part of a recovery: its answer follows the data that it has posted before, and its
 proxy may be paused or run a handler.
 """
-NEEDS = "libibverbs' headers (Debian, Ubuntu: apt install libibverbs-dev; Fedora: dnf install rdma-core-devel)"
-"""The transport's build requirements, in words."""
 
 
 def _status_text(status: int) -> str:
@@ -89,41 +75,6 @@ def _status_text(status: int) -> str:
         return f"work completion status {completion}"
     name, meaning = _COMPLETIONS[completion]
     return f"{name}, {meaning}"
-
-
-class RailsOptions(Struct, frozen=True):
-    """The options of a connection over several rails.
-
-    Attributes:
-        native: a ProxycclRailsOptions.
-        options: the ProxycclVerbsOptions or ProxycclFabricOptions of each rail.
-        rails: the rails, which the service watches; () if no rail can be connected again.
-    """
-
-    native: Any
-    options: tuple[Any, ...]
-    rails: tuple[Rail, ...] = ()
-
-    @classmethod
-    def of(
-        cls, options: Sequence[Any], speeds: Sequence[int], rails: Sequence[Rail] = (), **fields: int
-    ) -> RailsOptions:
-        """Makes options; `fields` are other fields of ProxycclRailsOptions."""
-        native = fill(ffi.new("ProxycclRailsOptions *"), **{"cut": _CUT, **fields})
-        for i, (each, speed) in enumerate(zip(options, speeds, strict=True)):
-            native.options[i], native.speeds[i] = each, speed
-        return cls(native, tuple(options), tuple(rails))
-
-    def connect(self, engine: EngineRuntime, needs: str) -> EngineConnection:
-        """Makes the connection. The errors are those of `create`."""
-        pointer = create(engine, "rails", self.native, *self.options, needs=needs)
-        return EngineConnection(pointer, rails=self.rails)
-
-
-def _connect(engine: EngineRuntime, options: Any) -> EngineConnection:
-    if isinstance(options, RailsOptions):
-        return options.connect(engine, NEEDS)
-    return EngineConnection(create(engine, "verbs", options, needs=NEEDS))
 
 
 def _recovery_limit(options: RdmaOptions) -> int:
@@ -189,7 +140,7 @@ def _open(setup: RemoteSetup, options: TransportOptions) -> VerbsContext:
 
 TRANSPORT = Transport(
     name="verbs",
-    connect=_connect,
+    connect=lambda engine, options: connect(engine, "verbs", options, NEEDS),
     status_text=_status_text,
     statuses=range(lib.PROXYCCL_VERBS_COMPLETION, 2 * lib.PROXYCCL_VERBS_COMPLETION),
     remote=RemoteFunctions(

@@ -301,22 +301,22 @@ def placed_ports(ports: Iterable[DevicePort], near: Place = NOWHERE, root: Path 
     return sorted(found, key=lambda placed: (placed.nearness, -placed.port.rate))
 
 
-def choose_device(
+def choose_devices(
     devices: list[RdmaDevice],
     options: RdmaOptions,
     near: Place = NOWHERE,
     *,
     local_rank: int = 0,
     root: Path = SYSFS,
-) -> DeviceChoice:
-    """Chooses the first of the `placed_ports` that the options allow. If several ports are equally near and fast,
-    `local_rank` distributes a node's ranks over these ports.
+) -> list[DeviceChoice]:
+    """Chooses one device, or each device that `options.devices` names: the first of the `placed_ports` that the options
+    allow. If several ports are equally near and fast, `local_rank` distributes a node's ranks over these ports.
 
     By default the GID is the port's `best_gid`. Options override the choice of device, port and GID.
 
     Args:
         devices: the machine's devices (`rdma_devices`).
-        options: the device, the port and the GID to use; each may be None.
+        options: the devices, the port and the GID to use; each may be None.
         near: the rank's place.
         local_rank: the rank's number on its node.
         root: the directory where sysfs is mounted, from which distances are read.
@@ -326,6 +326,11 @@ def choose_device(
             devices, ports or GIDs that exist.
         RuntimeUnavailableError: no device has an active port.
     """
+    names = options.devices or (options.device,)
+    return [_choose(devices, replace(options, devices=None, device=name), near, local_rank, root) for name in names]
+
+
+def _choose(devices: list[RdmaDevice], options: RdmaOptions, near: Place, local_rank: int, root: Path) -> DeviceChoice:
     if options.device is not None:
         names = _listed(device.name for device in devices)
         devices = [device for device in devices if device.name == options.device]
@@ -352,23 +357,6 @@ def choose_device(
     _, device, port = equals[local_rank % len(equals)]
     assert port.best_gid is not None
     return DeviceChoice(device, port.number, port.best_gid.index if index is None else index)
-
-
-def choose_devices(
-    devices: list[RdmaDevice],
-    options: RdmaOptions,
-    near: Place = NOWHERE,
-    *,
-    local_rank: int = 0,
-    root: Path = SYSFS,
-) -> list[DeviceChoice]:
-    """Returns the choice of each device that `options.devices` names, otherwise one choice. The arguments and the
-    errors are those of `choose_device`.
-    """
-    return [
-        choose_device(devices, replace(options, devices=None, device=name), near, local_rank=local_rank, root=root)
-        for name in options.devices or (options.device,)
-    ]
 
 
 def _state(device: RdmaDevice, port: RdmaPort) -> str:

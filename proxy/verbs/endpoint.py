@@ -8,8 +8,9 @@ import ipaddress
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from proxyccl.device.errors import ArgumentError, ClosedError, RuntimeUnavailableError, TransportError
 from proxyccl.device.ffi_types import fill
@@ -17,7 +18,7 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.remote_options import MTUS, RdmaOptions
 from proxyccl.proxy.verbs.address import EndpointAddress
 from proxyccl.proxy.verbs.devices import DeviceChoice, rdma_devices
-from proxyccl.proxy.verbs.pyverbs_api import Pyverbs, error_number, load
+from proxyccl.proxy.verbs.pyverbs_api import error_number, load
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -34,12 +35,6 @@ _NOT_YET = (errno.ETIMEDOUT, errno.EAGAIN, errno.EHOSTUNREACH, errno.EINTR)
 
 def _psn_after(psn: int, failure: int) -> int:
     return (psn + failure * _PSN_STEP) % _PSNS
-
-
-class _Dependent(Protocol):
-    """An object that belongs to a device's protection domain and must be closed before the domain."""
-
-    def close(self) -> None: ...
 
 
 class VerbsDevice:
@@ -59,12 +54,17 @@ class VerbsDevice:
         reads: number of a peer's reads and atomics that the device executes at a time; 0 if the device supports no
             reads.
         atomics: number of a peer's atomics that the device executes at a time; 0 if the device supports no atomics.
+        dependents: the endpoints and registrations, which must be closed before the protection domain.
+
+    Raises:
+        ArgumentError: the port lacks the chosen GID or the MTU of `options`; the message says what the port has.
+        ResourceError: the device can't allocate a protection domain.
+        RuntimeUnavailableError: pyverbs is missing, or can't open the device; the message says why.
     """
 
-    def __init__(self, api: Pyverbs, context: Any, choice: DeviceChoice, options: RdmaOptions) -> None:
-        """Use `open` instead, which closes the context if this constructor raises."""
+    def __init__(self, choice: DeviceChoice, options: RdmaOptions) -> None:
         name, port = choice.device.name, choice.port
-        self.api = api
+        self.api = api = load()
         self.choice = choice
         self.options = options
         gids = {gid.index: gid for gid in choice.device.port(port).gids}
@@ -72,48 +72,33 @@ class VerbsDevice:
             existing = ", ".join(map(str, gids.values()))
             raise ArgumentError("gid_index", f"{name} port {port} has no GID {choice.gid_index}; there is {existing}")
         self.gid = gids[choice.gid_index]
-        with api.calling("ibv_query_device or ibv_query_port", name):
-            self._limits = context.query_device()
-            port_attributes = context.query_port(port)
-        active_mtu = MTUS[port_attributes.active_mtu - 1]
-        if options.mtu is not None and options.mtu > active_mtu:
-            raise ArgumentError("mtu", f"{options.mtu} is more than {name} port {port} has, {active_mtu}")
-        self.mtu = options.mtu or active_mtu
-        self.max_message: int = port_attributes.max_msg_sz
-        limits = self._limits
-        has_atomics = limits.atomic_caps != api.enumerator("IBV_ATOMIC_NONE")
-        self.reads: int = min(_MOST_READS, limits.max_qp_rd_atom, limits.max_qp_init_rd_atom)
-        self.atomics = self.reads if has_atomics else 0
-        # The flags do not include relaxed ordering, so that a signal can't overtake its data.
-        self.access = api.enumerator("IBV_ACCESS_LOCAL_WRITE") | api.enumerator("IBV_ACCESS_REMOTE_WRITE")
-        if self.reads:
-            self.access |= api.enumerator("IBV_ACCESS_REMOTE_READ")
-        if self.atomics:
-            self.access |= api.enumerator("IBV_ACCESS_REMOTE_ATOMIC")
-        with api.calling("ibv_alloc_pd", name):
-            self.pd = api.PD(context)
-        self._context = context
-        self._dependents: set[_Dependent] = set()
+        with contextlib.ExitStack() as undo:
+            self._context = context = api.open(name)
+            undo.callback(context.close)
+            with api.calling("ibv_query_device or ibv_query_port", name):
+                self._limits = limits = context.query_device()
+                port_attributes = context.query_port(port)
+            active_mtu = MTUS[port_attributes.active_mtu - 1]
+            if options.mtu is not None and options.mtu > active_mtu:
+                raise ArgumentError("mtu", f"{options.mtu} is more than {name} port {port} has, {active_mtu}")
+            self.mtu = options.mtu or active_mtu
+            self.max_message: int = port_attributes.max_msg_sz
+            has_atomics = limits.atomic_caps != api.enumerator("IBV_ATOMIC_NONE")
+            self.reads: int = min(_MOST_READS, limits.max_qp_rd_atom, limits.max_qp_init_rd_atom)
+            self.atomics = self.reads if has_atomics else 0
+            # The flags do not include relaxed ordering, so that a signal can't overtake its data.
+            self.access = api.enumerator("IBV_ACCESS_LOCAL_WRITE") | api.enumerator("IBV_ACCESS_REMOTE_WRITE")
+            if self.reads:
+                self.access |= api.enumerator("IBV_ACCESS_REMOTE_READ")
+            if self.atomics:
+                self.access |= api.enumerator("IBV_ACCESS_REMOTE_ATOMIC")
+            with api.calling("ibv_alloc_pd", name):
+                self.pd = api.PD(context)
+            undo.pop_all()
+        self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._scratch: Any = None
         self._lock = threading.Lock()
         self._closed = False
-
-    @classmethod
-    def open(cls, choice: DeviceChoice, options: RdmaOptions) -> VerbsDevice:
-        """Opens a device.
-
-        Raises:
-            ArgumentError: the port lacks the chosen GID or the MTU of `options`; the message says what the port has.
-            ResourceError: the device can't allocate a protection domain.
-            RuntimeUnavailableError: pyverbs is missing, or can't open the device; the message says why.
-        """
-        api = load()
-        context = api.open(choice.device.name)
-        try:
-            return cls(api, context, choice, options)
-        except BaseException:
-            context.close()
-            raise
 
     def __enter__(self) -> VerbsDevice:
         return self
@@ -129,10 +114,6 @@ class VerbsDevice:
     def speed(self) -> int:
         """The port's rate in Gbit/s, at least 1."""
         return max(1, int(self.choice.device.port(self.choice.port).rate))
-
-    def describe(self) -> str:
-        """Returns a line that describes the device, its port and its GID."""
-        return f"{self.name} port {self.choice.port}, {self.gid}"
 
     def find_gid(self) -> int | None:
         """Returns the present index of the device's GID, which changes if the port has been down; None if the port is
@@ -154,7 +135,7 @@ class VerbsDevice:
         """
         self.require_open()
         made = Endpoint(self, self._context, self._limits)
-        self.adopt(made)
+        self.dependents.add(made)
         return made
 
     def scratch(self) -> Any:
@@ -166,14 +147,6 @@ class VerbsDevice:
                 with self.api.calling("ibv_reg_mr", f"{SIGNAL_BYTES} bytes on {self.name}"):
                     self._scratch = self.api.MR(self.pd, SIGNAL_BYTES, self.access)
             return self._scratch
-
-    def adopt(self, dependent: _Dependent) -> None:
-        """Adds an object that must be closed before the protection domain."""
-        self._dependents.add(dependent)
-
-    def disown(self, dependent: _Dependent) -> None:
-        """Removes a closed object that `adopt` added."""
-        self._dependents.discard(dependent)
 
     def require_open(self) -> None:
         if self._closed:
@@ -189,7 +162,7 @@ class VerbsDevice:
             closing.callback(self.pd.close)
             if self._scratch is not None:
                 closing.callback(self._scratch.close)
-            for dependent in tuple(self._dependents):
+            for dependent in tuple(self.dependents):
                 closing.callback(dependent.close)
 
 
@@ -434,4 +407,3 @@ class Endpoint:
             self._qp.close()
         with self._api.calling("ibv_destroy_cq", self._device.name):
             self._cq.close()
-        self._device.disown(self)

@@ -18,7 +18,7 @@ import re
 import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from proxyccl.device.errors import ProxyCCLError, ResourceError, RuntimeUnavailableError
@@ -34,35 +34,32 @@ the same version on the machine.
 DEVICES = "class/infiniband"
 """The directory in sysfs where Linux lists RDMA devices."""
 
-_MODULES = ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp")
+_CLASSES = {
+    "addr": ("AHAttr", "GID", "GlobalRoute"),
+    "cq": ("CQ",),
+    "device": ("Context",),
+    "mr": ("DmaBufMR", "MR"),
+    "pd": ("PD",),
+    "pyverbs_error": ("PyverbsError",),
+    "qp": ("QP", "QPAttr", "QPCap", "QPInitAttr"),
+}
+"""The used classes of each module of pyverbs."""
 _MAPS = Path("/proc/self/maps")
 _EXHAUSTED = (errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
 _NO_ACCESS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENODEV)
 _NO_ERRNO = -1  # the error code of a pyverbs exception that has no errno
 
 
-class Pyverbs:
-    """The classes and enumerators of pyverbs that this package uses, under pyverbs' names. The constructor raises
-    RuntimeUnavailableError if a module lacks one of the classes.
+class Pyverbs(SimpleNamespace):
+    """The classes of pyverbs that this package uses, under pyverbs' names, and pyverbs' enumerators. The constructor
+    raises RuntimeUnavailableError if a module lacks one of the classes.
     """
 
     def __init__(self, modules: Mapping[str, ModuleType], enums: ModuleType, version: str) -> None:
         self.version = version
         self._enumerators = _enumerators(enums)
         try:
-            self.AHAttr = modules["addr"].AHAttr
-            self.GID = modules["addr"].GID
-            self.GlobalRoute = modules["addr"].GlobalRoute
-            self.CQ = modules["cq"].CQ
-            self.Context = modules["device"].Context
-            self.DmaBufMR = modules["mr"].DmaBufMR
-            self.MR = modules["mr"].MR
-            self.PD = modules["pd"].PD
-            self.PyverbsError = modules["pyverbs_error"].PyverbsError
-            self.QP = modules["qp"].QP
-            self.QPAttr = modules["qp"].QPAttr
-            self.QPCap = modules["qp"].QPCap
-            self.QPInitAttr = modules["qp"].QPInitAttr
+            super().__init__(**{name: getattr(modules[each], name) for each in _CLASSES for name in _CLASSES[each]})
         except AttributeError as error:
             raise RuntimeUnavailableError(f"pyverbs {version} is too old or too new: {error}") from None
 
@@ -145,7 +142,7 @@ def load() -> Pyverbs:
     """
     try:
         with _root_logger_as_it_is():
-            modules = {name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES}
+            modules = {name: importlib.import_module(f"pyverbs.{name}") for name in _CLASSES}
             enums = _import_enums()
     except ModuleNotFoundError as error:
         if error.name == "pyverbs":

@@ -36,7 +36,7 @@ class Registrations(RegistrationCache):
     def __init__(self, device: VerbsDevice) -> None:
         super().__init__()
         self._device = device
-        device.adopt(self)
+        device.dependents.add(self)
 
     def register(
         self, ptr: int, nbytes: int, dmabuf: DmaBuf | None = None, *, allocation: Hashable = None
@@ -53,10 +53,6 @@ class Registrations(RegistrationCache):
         require_ordered(runtime, gpu_writes, "PROXYCCL_RDMA")
         dmabuf = None if runtime.name == "host" else functools.partial(runtime.dmabuf, ptr, nbytes)
         return self.register(ptr, nbytes, dmabuf, allocation=allocation)
-
-    def close(self) -> None:
-        super().close()
-        self._device.disown(self)
 
     def _make(self, ptr: int, nbytes: int, dmabuf: DmaBuf | None, allocation: Hashable) -> Registration:
         api, refusal = self._device.api, ""
@@ -128,13 +124,14 @@ class VerbsContext(RemoteDevice):
         self.devices: list[VerbsDevice] = []
         with contextlib.ExitStack() as undo:
             for choice in choose_devices(rdma_devices(), options, setup.near, local_rank=setup.local_rank):
-                self.devices.append(VerbsDevice.open(choice, options))
+                self.devices.append(VerbsDevice(choice, options))
                 undo.callback(self.devices[-1].close)
             self.registrations_by_rail = [Registrations(device) for device in self.devices]
-            undo.pop_all()
-        self.registrations: RegistrationCache = self.registrations_by_rail[0]
-        if len(self.devices) > 1:
-            self.registrations = RailRegistrations(self.registrations_by_rail)
+            self.registrations: RegistrationCache = self.registrations_by_rail[0]
+            if len(self.devices) > 1:
+                self.registrations = RailRegistrations(self.registrations_by_rail)
+                undo.callback(self.registrations.close)
+            self._closing = undo.pop_all()  # closes all devices even if closing one fails
 
     @property
     def reads(self) -> bool:
@@ -142,9 +139,4 @@ class VerbsContext(RemoteDevice):
         return all(device.reads for device in self.devices)
 
     def close(self) -> None:
-        with contextlib.ExitStack() as steps:  # closes all devices even if a step fails
-            for device, registrations in zip(self.devices, self.registrations_by_rail, strict=True):
-                steps.callback(device.close)
-                steps.callback(registrations.close)
-            if len(self.devices) > 1:
-                steps.callback(self.registrations.close)
+        self._closing.close()

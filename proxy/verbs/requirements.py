@@ -11,6 +11,9 @@ from proxyccl.proxy._engine import lib
 from proxyccl.proxy.placement import SYSFS
 from proxyccl.proxy.verbs.pyverbs_api import DEVICES, load
 
+NEEDS = "libibverbs' headers (Debian, Ubuntu: apt install libibverbs-dev; Fedora: dnf install rdma-core-devel)"
+"""The transport's build requirements, in words."""
+
 
 def missing(root: Path = SYSFS) -> str:
     """Returns, as text, the requirements of RDMA by verbs that this machine lacks, and how to install them; "" if it
@@ -30,8 +33,5 @@ def missing(root: Path = SYSFS) -> str:
     except RuntimeUnavailableError as error:
         lacks.append(str(error))
     if not lib.proxyccl_verbs_built():
-        lacks.append(
-            "the engine was built without libibverbs' headers: apt install libibverbs-dev (Debian, Ubuntu), "
-            "dnf install rdma-core-devel (Fedora), and reinstall proxyccl"
-        )
+        lacks.append(f"the engine was built without {NEEDS}; reinstall proxyccl with them")
     return "; ".join(lacks)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from proxyccl import ArgumentError, FabricOptions, RdmaOptions, RuntimeUnavailableError, rdma_devices
-from proxyccl.proxy.fabric.library import FabricOffer, best_of, choose_offer, choose_offers
+from proxyccl.proxy.fabric.library import FabricOffer, best_of, choose_offers
 from proxyccl.proxy.placement import Place
 from proxyccl.proxy.remote_options import MOST_WIRES
-from proxyccl.proxy.verbs.devices import choose_device
+from proxyccl.proxy.verbs.devices import choose_devices
 from support.sysfs import expand, put
 
 
@@ -72,7 +72,7 @@ UDP = offer("udp;ofi_rxd", "eth0", "10.0.0.1")
 def test_the_offer_is_the_first_that_reaches_other_hosts_or_is_named(
     offers: list[FabricOffer], options: dict[str, str], expected: FabricOffer
 ) -> None:
-    assert choose_offer(offers, FabricOptions(**options)) == expected
+    assert choose_offers(offers, FabricOptions(**options))[0] == expected
 
 
 def test_of_an_offer_the_most_able_kind_is_taken_in_libfabrics_order() -> None:
@@ -85,8 +85,8 @@ def test_of_an_offer_the_most_able_kind_is_taken_in_libfabrics_order() -> None:
 
 
 def test_ranks_of_a_host_share_its_devices() -> None:
-    assert [choose_offer([*EFA, *TCP], FabricOptions(), local_rank=i) for i in range(3)] == [*EFA, EFA[0]]
-    assert choose_offer(TCP, FabricOptions(), local_rank=1) == TCP[3]
+    assert [choose_offers([*EFA, *TCP], FabricOptions(), local_rank=i)[0] for i in range(3)] == [*EFA, EFA[0]]
+    assert choose_offers(TCP, FabricOptions(), local_rank=1)[0] == TCP[3]
 
 
 def test_of_named_interfaces_a_rank_uses_the_two_nearest_in_their_order(tmp_path: Path) -> None:
@@ -127,12 +127,12 @@ def test_efa_devices_are_used_by_libfabric_and_not_by_verbs(tmp_path: Path) -> N
     devices = rdma_devices(tmp_path)
     assert len(devices) == 32
     with pytest.raises(RuntimeUnavailableError, match=r"rdmap79s0 port 1 .* without reliable connections"):
-        choose_device(devices, RdmaOptions(), Place(gpus["gpu0"]), root=tmp_path)
+        choose_devices(devices, RdmaOptions(), Place(gpus["gpu0"]), root=tmp_path)[0]
     offers = [offer("efa", f"{device.name}-rdm", ordered=False) for device in devices]
     for rank, gpu in enumerate(gpus.values()):
         beside = int(gpu[5:7], 16)
         chosen = {
-            choose_offer(offers, FabricOptions(), Place(gpu), local_rank=i, root=tmp_path).domain for i in range(8)
+            choose_offers(offers, FabricOptions(), Place(gpu), local_rank=i, root=tmp_path)[0].domain for i in range(8)
         }
         assert chosen == {f"rdmap{beside - i}s0-rdm" for i in range(1, 5)}, rank
 
@@ -147,7 +147,7 @@ def test_efa_devices_are_used_by_libfabric_and_not_by_verbs(tmp_path: Path) -> N
 )
 def test_what_is_not_there_is_named(offers: list[FabricOffer], options: dict[str, str], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        choose_offer(offers, FabricOptions(**options))
+        choose_offers(offers, FabricOptions(**options))[0]
 
 
 def test_streams_alone_bring_the_bytes_of_a_write_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_streams_alone_bring_the_bytes_of_a_write_in_order(monkeypatch: pytest.M
 @pytest.mark.parametrize("offers", [[], [SHM], TCP[:2]])
 def test_offers_that_reach_no_other_host_are_no_fabric(offers: list[FabricOffer]) -> None:
     with pytest.raises(RuntimeUnavailableError, match="no provider of libfabric reaches other hosts"):
-        choose_offer(offers, FabricOptions())
+        choose_offers(offers, FabricOptions())[0]
 
 
 @pytest.mark.parametrize(

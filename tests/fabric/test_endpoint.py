@@ -20,7 +20,7 @@ from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricContext, FabricEndpoint
-from proxyccl.proxy.fabric.library import FabricOffer, choose_offer, fabric_offers
+from proxyccl.proxy.fabric.library import FabricOffer, choose_offers, fabric_offers
 from proxyccl.proxy.placement import NOWHERE
 from proxyccl.proxy.registrations import RailRegistrations, rail_key
 from proxyccl.proxy.remote_options import RemoteSetup
@@ -39,7 +39,7 @@ SIGNAL_KEY = 1
 def tcp(library: str, monkeypatch: pytest.MonkeyPatch) -> FabricOffer:
     monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    return choose_offer(fabric_offers(), FabricOptions(provider="tcp", interface="=lo"))
+    return choose_offers(fabric_offers(), FabricOptions(provider="tcp", interface="=lo"))[0]
 
 
 def test_the_programs_signal_handlers_stay(library: str) -> None:

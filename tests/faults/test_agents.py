@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from proxyccl.channels.transfers.paths import PATHS
 from proxyccl.proxy import _engine
+from support.agents import PATHS
 from support.faults.agents import run, run_lives
 from support.packages.fabric import library_or_skip
 

@@ -17,6 +17,9 @@ import pytest
 
 from proxyccl.transfer import Agent
 
+PATHS = ("process_vm", "unix", "tcp")
+"""The paths between agents that need nothing but Linux."""
+
 MAPPED_BYTES = 4 << 20
 """Of the fixture `mapped`."""
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from proxyccl.channels.transfers.paths import PATHS
 from proxyccl.channels.transfers.peers import Peer
 from proxyccl.device.errors import ArgumentError, ClosedError
 from proxyccl.transfer import (
@@ -27,7 +26,7 @@ from proxyccl.transfer import (
     UnknownAgentError,
     strided,
 )
-from support.agents import Pair, force_path
+from support.agents import PATHS, Pair, force_path
 
 pytestmark = [
     pytest.mark.host_only("agents move the host's memory, whatever the runtime"),

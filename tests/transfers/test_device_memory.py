@@ -17,7 +17,6 @@ from nixl._api import nixl_agent
 
 from proxyccl.channels.transfers import copier
 from proxyccl.channels.transfers.metadata import METADATA, Metadata
-from proxyccl.channels.transfers.paths import PATHS
 from proxyccl.channels.transfers.published import find_agents
 from proxyccl.channels.transfers.regions import VRAM, Region
 from proxyccl.channels.transfers.tracing import AgentTracer
@@ -35,7 +34,7 @@ from proxyccl.transfer import (
     TransferTimeoutError,
     strided,
 )
-from support.agents import force_path
+from support.agents import PATHS, force_path
 from support.devices import RUNTIME, rank_runtime
 from support.paths import PROGRAMS, TESTS
 from support.stream_words import wait_value, write_value

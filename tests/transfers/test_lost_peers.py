@@ -11,10 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from proxyccl.channels.transfers.paths import PATHS
 from proxyccl.device.errors import ClosedError
 from proxyccl.transfer import Agent, DisconnectedError, Region, State, Transfer, TransferTimeoutError
-from support.agents import Child, child, force_path, serve_memory
+from support.agents import PATHS, Child, child, force_path, serve_memory
 
 SOON = 20.0
 """Seconds: far below the time-out of a wait, and long on a busy machine."""

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the 
 @pytest.fixture
 def not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes it look as if the kernel refused to copy from process to process."""
-    monkeypatch.setattr(paths, "_why_not_copied", lambda *_: "the kernel refuses")
+    monkeypatch.setattr(paths.Connecting, "_why_not_copied", lambda *_: "the kernel refuses")
 
 
 @pytest.fixture

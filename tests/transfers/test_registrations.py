@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from proxyccl.channels.transfers import agent as agent_module
 from proxyccl.channels.transfers import ledger
-from proxyccl.channels.transfers.paths import PATHS
 from proxyccl.channels.transfers.regions import Regions
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.transfer import (
@@ -29,7 +28,7 @@ from proxyccl.transfer import (
     UnknownAgentError,
     shared_empty,
 )
-from support.agents import Child, Pair, child, force_path
+from support.agents import PATHS, Child, Pair, child, force_path
 
 NBYTES = 1 << 20
 

@@ -8,7 +8,7 @@ import pytest
 
 from proxyccl import RdmaOptions, rdma_devices
 from proxyccl.proxy.placement import Place
-from proxyccl.proxy.verbs.devices import choose_device
+from proxyccl.proxy.verbs.devices import choose_devices
 from proxyccl.tools import info
 from support.sysfs import expand, put
 
@@ -26,7 +26,7 @@ def test_each_rank_uses_the_adapter_nearest_to_its_gpu(machine: str, tmp_path: P
     gpus = expand(machine, tmp_path)
     devices = rdma_devices(tmp_path)
     chosen = [
-        choose_device(devices, RdmaOptions(), Place(gpu), local_rank=rank, root=tmp_path).device.name
+        choose_devices(devices, RdmaOptions(), Place(gpu), local_rank=rank, root=tmp_path)[0].device.name
         for rank, gpu in enumerate(gpus.values())
     ]
     assert chosen == NEAREST[machine]
@@ -35,12 +35,14 @@ def test_each_rank_uses_the_adapter_nearest_to_its_gpu(machine: str, tmp_path: P
 def test_a_named_adapter_of_the_other_kind_is_used(tmp_path: Path) -> None:
     gpus = expand("mixed", tmp_path)
     options = RdmaOptions(device="mlx5_1")
-    assert choose_device(rdma_devices(tmp_path), options, Place(gpus["gpu3"]), root=tmp_path).device.name == "mlx5_1"
+    assert (
+        choose_devices(rdma_devices(tmp_path), options, Place(gpus["gpu3"]), root=tmp_path)[0].device.name == "mlx5_1"
+    )
 
 
 def test_a_gid_index_that_only_the_other_kind_has_chooses_that_kind(tmp_path: Path) -> None:
     gpus = expand("mixed", tmp_path)
-    choice = choose_device(rdma_devices(tmp_path), RdmaOptions(gid_index=3), Place(gpus["gpu3"]), root=tmp_path)
+    choice = choose_devices(rdma_devices(tmp_path), RdmaOptions(gid_index=3), Place(gpus["gpu3"]), root=tmp_path)[0]
     assert (choice.device.name, choice.gid_index) == ("mlx5_2", 3)
 
 
@@ -49,7 +51,7 @@ def test_the_binding_of_a_process_places_a_gpu_whose_numa_node_is_unknown(tmp_pa
     put(tmp_path / "bus/pci/devices" / gpus["gpu0"], {"numa_node": "-1"})
 
     def chosen(gpu: str, node: int) -> tuple[str, int | None]:
-        device = choose_device(rdma_devices(tmp_path), RdmaOptions(), Place(gpu, node), root=tmp_path).device
+        device = choose_devices(rdma_devices(tmp_path), RdmaOptions(), Place(gpu, node), root=tmp_path)[0].device
         return device.name, device.numa_node
 
     assert chosen(gpus["gpu0"], 1) == (NEAREST["dgx_h100"][0], 0), "the PCI path counts more than the binding"
@@ -62,7 +64,9 @@ def test_without_its_nearest_adapter_a_rank_uses_another_of_its_numa_node(tmp_pa
     gpus = expand("dgx_h100", tmp_path)
     put(tmp_path / "class/infiniband/mlx5_9/ports/1", {"state": "1: DOWN"})
     devices = rdma_devices(tmp_path)
-    others = [choose_device(devices, RdmaOptions(), Place(gpus["gpu5"]), local_rank=i, root=tmp_path) for i in range(3)]
+    others = [
+        choose_devices(devices, RdmaOptions(), Place(gpus["gpu5"]), local_rank=i, root=tmp_path)[0] for i in range(3)
+    ]
     assert [choice.device.name for choice in others] == ["mlx5_10", "mlx5_11", "mlx5_6"]
 
 
@@ -70,14 +74,15 @@ def test_ranks_on_a_numa_node_without_a_gpu_share_its_adapters(tmp_path: Path) -
     expand("mi300x", tmp_path)
     devices = rdma_devices(tmp_path)
     chosen = [
-        choose_device(devices, RdmaOptions(), Place(node=1), local_rank=i, root=tmp_path).device.name for i in range(5)
+        choose_devices(devices, RdmaOptions(), Place(node=1), local_rank=i, root=tmp_path)[0].device.name
+        for i in range(5)
     ]
     assert chosen == ["bnxt_re4", "bnxt_re5", "bnxt_re6", "bnxt_re7", "bnxt_re4"]
 
 
 def test_a_gpu_that_sysfs_does_not_know_is_near_to_no_adapter(tmp_path: Path) -> None:
     expand("one_adapter", tmp_path)
-    choice = choose_device(rdma_devices(tmp_path), RdmaOptions(), Place("0000:99:00.0"), root=tmp_path)
+    choice = choose_devices(rdma_devices(tmp_path), RdmaOptions(), Place("0000:99:00.0"), root=tmp_path)[0]
     assert choice.device.name == "mlx5_0"
 
 

@@ -32,7 +32,7 @@ from proxyccl.proxy._engine import lib
 from proxyccl.proxy.registrations import Registration
 from proxyccl.proxy.verbs import pyverbs_api
 from proxyccl.proxy.verbs.address import EndpointAddress
-from proxyccl.proxy.verbs.devices import DeviceChoice, choose_device
+from proxyccl.proxy.verbs.devices import DeviceChoice, choose_devices
 from proxyccl.proxy.verbs.endpoint import Endpoint, VerbsDevice
 from proxyccl.proxy.verbs.registrations import Registrations
 from proxyccl.proxy.verbs.requirements import missing
@@ -66,7 +66,7 @@ class Ends:
         self.devices = []
         for name in DEVICES:
             wanted = RdmaOptions(device=name, **options)
-            self.devices.append(VerbsDevice.open(choose_device(devices, wanted), wanted))
+            self.devices.append(VerbsDevice(choose_devices(devices, wanted)[0], wanted))
         self.endpoints = [device.endpoint() for device in self.devices]
         self.registrations = [Registrations(device) for device in self.devices]
         near, far = self.endpoints
@@ -143,7 +143,7 @@ def test_discovery_tells_what_is_there(devices: list[RdmaDevice]) -> None:
             assert limit is not None
             assert limit >= 1000
         assert len(device.guid) == 19
-    assert [choose_device(devices, RdmaOptions(), local_rank=i).device.name for i in range(2)] == list(DEVICES)
+    assert [choose_devices(devices, RdmaOptions(), local_rank=i)[0].device.name for i in range(2)] == list(DEVICES)
 
 
 def test_info_shows_what_is_there_and_nothing_missing(devices: list[RdmaDevice]) -> None:
@@ -228,14 +228,14 @@ def test_what_a_peer_may_not_reach_stays_as_it_was(ends: Ends) -> None:
 @pytest.mark.parametrize("index", [99, 1 << 15])
 def test_a_gid_index_that_is_not_there_is_named(devices: list[RdmaDevice], index: int) -> None:
     with pytest.raises(ArgumentError, match=rf"gid_index: no active port has a GID {index}; there is .*{ADDRESSES[0]}"):
-        choose_device(devices, RdmaOptions(gid_index=index))
+        choose_devices(devices, RdmaOptions(gid_index=index))[0]
     with pytest.raises(ArgumentError, match=rf"gid_index: {DEVICES[0]} port 1 has no GID {index}; there is GID 0 .*"):
-        VerbsDevice.open(DeviceChoice(devices[0], 1, index), RdmaOptions())
+        VerbsDevice(DeviceChoice(devices[0], 1, index), RdmaOptions())
 
 
 def test_a_device_that_went_is_told(devices: list[RdmaDevice]) -> None:
     with pytest.raises(RuntimeUnavailableError, match=r"ibv_open_device of mlx5_9: .*ibverbs-providers"):
-        VerbsDevice.open(DeviceChoice(replace(devices[0], name="mlx5_9"), 1, 0), RdmaOptions())
+        VerbsDevice(DeviceChoice(replace(devices[0], name="mlx5_9"), 1, 0), RdmaOptions())
 
 
 def in_another_process(body: Callable[[], Any]) -> Any:
@@ -276,7 +276,7 @@ def test_a_device_that_may_not_be_opened_has_the_reason(devices: list[RdmaDevice
     assert "this process needs to read and write /dev/infiniband/uverbs*" in first.problem
     assert (first.name, first.atomics, first.ports[0].gids) == (DEVICES[0], None, devices[0].ports[0].gids)
     assert second == devices[1]
-    assert choose_device([first, second], RdmaOptions()).device == second
+    assert choose_devices([first, second], RdmaOptions())[0].device == second
 
 
 def test_a_device_without_its_file_is_listed_with_the_reason(devices: list[RdmaDevice], device_file: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_device_without_its_file_is_listed_with_the_reason(devices: list[RdmaD
 def test_the_limit_of_locked_memory_is_named(devices: list[RdmaDevice]) -> None:
     def register() -> str:
         memory = Memory(1 << 20)
-        with VerbsDevice.open(choose_device(devices, RdmaOptions()), RdmaOptions()) as device:
+        with VerbsDevice(choose_devices(devices, RdmaOptions())[0], RdmaOptions()) as device:
             resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
             os.setuid(NOBODY)  # RLIMIT_MEMLOCK does not limit root
             with pytest.raises(ResourceError) as caught:
@@ -358,7 +358,7 @@ def test_the_mtu_is_what_was_asked_for(devices: list[RdmaDevice], mtu: int) -> N
 
 def test_the_smaller_mtu_of_two_ends_is_used(devices: list[RdmaDevice]) -> None:
     options = RdmaOptions(device=DEVICES[0]), RdmaOptions(device=DEVICES[1], mtu=512)
-    opened = [VerbsDevice.open(choose_device(devices, wanted), wanted) for wanted in options]
+    opened = [VerbsDevice(choose_devices(devices, wanted)[0], wanted) for wanted in options]
     near, far = (device.endpoint() for device in opened)
     near.connect(far.address)
     far.connect(near.address)
@@ -381,13 +381,13 @@ def test_a_device_has_no_more_mtu_than_its_port(devices: list[RdmaDevice]) -> No
     try:
         options = RdmaOptions(device=DEVICES[0], mtu=4096)
         with pytest.raises(ArgumentError, match=f"mtu: 4096 is more than {DEVICES[0]} port 1 has, 1024"):
-            VerbsDevice.open(choose_device(devices, options), options)
+            VerbsDevice(choose_devices(devices, options)[0], options)
     finally:
         run("ip", "link", "set", INTERFACES[0], "mtu", "4200")
 
 
 def test_an_address_that_nobody_has_is_given_up(devices: list[RdmaDevice]) -> None:
-    with VerbsDevice.open(choose_device(devices, RdmaOptions()), RdmaOptions()) as device:
+    with VerbsDevice(choose_devices(devices, RdmaOptions())[0], RdmaOptions()) as device:
         endpoint = device.endpoint()
         gid = ipaddress.IPv6Address("::ffff:10.9.0.77").packed
         nobody = structs.replace(EndpointAddress.decode(endpoint.address), gid=gid)

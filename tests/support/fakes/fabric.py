@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from proxyccl import ProxyService
 from proxyccl.device.ffi_types import fill
 from proxyccl.proxy._engine import ffi, lib
-from proxyccl.proxy.transports.verbs import RailsOptions
+from proxyccl.proxy.transports.transport import RailsOptions
 from support.fakes.verbs import FakePeer
 from support.fakes.writer import FakeWriter
 

@@ -18,7 +18,7 @@ from proxyccl.proxy._engine import ffi, lib
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.ring import Fifo
 from proxyccl.proxy.transports.rails import Rail
-from proxyccl.proxy.transports.verbs import RailsOptions
+from proxyccl.proxy.transports.transport import RailsOptions
 from proxyccl.proxy.trigger import MAX_MEMORIES, Operation
 from support.bare_loops import produce
 from support.devices import rank_runtime

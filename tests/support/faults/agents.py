@@ -36,7 +36,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl.channels.transfers.metadata import METADATA
-from proxyccl.channels.transfers.paths import PATHS
 from proxyccl.device.errors import ClosedError
 from proxyccl.transfer import (
     Agent,
@@ -51,7 +50,7 @@ from proxyccl.transfer import (
     UnknownAgentError,
     shared_empty,
 )
-from support.agents import Child, child, serve_memory
+from support.agents import PATHS, Child, child, serve_memory
 
 _NBYTES = 1 << 20
 _AT_ONCE = 4

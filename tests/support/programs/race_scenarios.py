@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 import proxyccl.device
 from proxyccl import Communicator, DispatchCombine, EPAll2AllLayer, WaitTimeoutError
 from proxyccl.channels.transfers.blocks import Rows
-from proxyccl.channels.transfers.paths import PATHS
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.host import HostRuntime
 from proxyccl.transfer import Agent, State, strided
+from support.agents import PATHS
 from support.cases.span_calls import COLLECTIVES, SpanCalls
 from support.devices import runtime_with_blocks, runtime_with_lines
 from support.ranks import Ranks

@@ -12,7 +12,7 @@ import numpy as np
 
 from proxyccl import FabricOptions
 from proxyccl.proxy.fabric.endpoint import FabricEndpoint
-from proxyccl.proxy.fabric.library import choose_offer, fabric_offers, load
+from proxyccl.proxy.fabric.library import choose_offers, fabric_offers, load
 from support.bare_loops import fabric_serve, fabric_write
 
 BYTES = 4096
@@ -21,7 +21,7 @@ SECONDS = 20
 
 def main() -> None:
     options = FabricOptions(provider="tcp")
-    offer = choose_offer(fabric_offers(), options)
+    offer = choose_offers(fabric_offers(), options)[0]
     own, strangers = (FabricEndpoint(offer, options) for _ in range(2))
     memory, sent = np.zeros(BYTES, np.uint8), np.ones(BYTES, np.uint8)
     ours, theirs = own.register(memory.ctypes.data, BYTES), strangers.register(sent.ctypes.data, BYTES)
