@@ -8,9 +8,8 @@ from typing import Any
 from msgspec import Struct
 
 from proxyccl.channels.expert_parallel.arrays import LibraryArrays, Maker, strides_of
-from proxyccl.channels.expert_parallel.config import EPConfig
-from proxyccl.channels.expert_parallel.geometry import OutputLayout
 from proxyccl.channels.expert_parallel.members import Nodes
+from proxyccl.channels.expert_parallel.options import LayerOptions
 from proxyccl.device._native import ffi
 from proxyccl.device.arguments.integers import round_up
 
@@ -85,9 +84,9 @@ class TableLayouts:
         padded_rows: the most rows that an expert has room for, if rows are padded; else 0.
     """
 
-    def __init__(self, config: EPConfig, nodes: Nodes, layout: OutputLayout) -> None:
-        self._config, self._nodes, self._layout = config, nodes, layout
-        self.alignment, self.padded_rows = layout.expert_alignment or 1, layout.padded_rows
+    def __init__(self, options: LayerOptions, nodes: Nodes) -> None:
+        self._options, self._config, self._nodes = options, options.kernel_config, nodes
+        self.alignment, self.padded_rows = options.expert_alignment or 1, options.padded_rows
         self._kept: dict[tuple[bool, int | None, bool], Tables] = {}
         self._kept_of_rows: dict[tuple[int, bool], Tables] = {}
 
@@ -131,8 +130,8 @@ class TableLayouts:
     def _shapes_of_rows(self, rows: int) -> dict[str, tuple[int, ...]]:
         topk = self._config.topk
         shapes: dict[str, tuple[int, ...]] = {"first_rows": (rows,), "token_rows": (rows, topk), "row_slots": (rows,)}
-        if self._layout.chosen_per_rank:
+        if self._options.by_rank:
             shapes |= {"row_experts": (rows, topk), "row_tokens": (rows,)}
-        if self._layout.padded_rows:
+        if self.padded_rows:
             shapes |= {"row_tokens": (rows,), "expert_rows": (self._config.num_experts_per_rank,)}
         return shapes
