@@ -9,9 +9,10 @@ import torch
 
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import whole_number
+from proxyccl.channels.expert_parallel.geometry import aligned
 from proxyccl.deep_ep import low_latency, normal
 from proxyccl.deep_ep.arguments import LOW_LATENCY, NORMAL, refuse, refuse_unknown, require_tensor
-from proxyccl.deep_ep.config import MOST_BYTES, Config, low_latency_size_hint
+from proxyccl.deep_ep.config import MOST_BYTES, Config
 from proxyccl.deep_ep.connected import Connected
 from proxyccl.deep_ep.handles import Handle, Rows
 from proxyccl.deep_ep.layers import Layers, Masks
@@ -116,8 +117,13 @@ class Buffer(Connected):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Returns the number of bytes that low-latency mode needs, which callers pass as `num_rdma_bytes`."""
-        return low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+        """Returns the number of bytes of a low-latency dispatch and combine in bfloat16, which callers pass as
+        `num_rdma_bytes`: 2 * num_max_dispatch_tokens_per_rank rows for each rank, and half as many for each expert.
+        """
+        tokens = whole_number("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 0)
+        row = 2 * whole_number("hidden", hidden, 0)
+        ranks, experts = whole_number("num_ranks", num_ranks, 1), whole_number("num_experts", num_experts, 1)
+        return aligned((2 * ranks + experts) * tokens * row)
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False

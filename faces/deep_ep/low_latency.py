@@ -18,13 +18,7 @@ from proxyccl.deep_ep import nvfp4
 from proxyccl.deep_ep.arguments import require_beside, require_ids, require_stats, require_tensor
 from proxyccl.deep_ep.handles import Handle, LowLatencyHandle, Routing, Rows
 from proxyccl.deep_ep.layers import Layers, Shape
-from proxyccl.deep_ep.tokens import (
-    ELEMENTS,
-    column_major,
-    packed_exponents,
-    quantize_rounded,
-    require_packable,
-)
+from proxyccl.deep_ep.tokens import ELEMENTS, EXPONENTS_OF_A_WORD, column_major, packed_exponents, quantize_rounded
 from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
 
@@ -84,15 +78,15 @@ class Dispatches:
             raise ArgumentError("use_ue8m0", "needs round_scale=True, because its scales are powers of two")
         _require_tokens(x, topk_idx)
         hidden, most = x.shape[1], options.max_tokens
-        if use_fp8 and hidden % ELEMENTS:
-            raise ArgumentError("x", f"has {hidden} elements in a row; expected a multiple of {ELEMENTS} with use_fp8")
-        if self._packs:
-            require_packable(hidden)
-        num_scales, topk, experts = hidden // ELEMENTS if use_fp8 else 0, topk_idx.shape[1], options.num_experts
-        if self._to_float4:
-            nvfp4.require_hidden(hidden)
-            num_scales = hidden // nvfp4.WORD_ELEMENTS
-        sizes = hidden, topk, experts, "bfloat16", options.num_sms, num_scales
+        num_scales = 0
+        if use_fp8 or self._to_float4:
+            unit, name = (nvfp4.WORD_ELEMENTS, "use_nvfp4") if self._to_float4 else (ELEMENTS, "use_fp8")
+            if hidden % unit:
+                raise ArgumentError("x", f"has {hidden} elements in a row; expected a multiple of {unit} with {name}")
+            num_scales = hidden // unit
+        if self._packs and hidden % (ELEMENTS * EXPONENTS_OF_A_WORD):
+            raise ArgumentError("use_ue8m0", f"needs a hidden size that is a multiple of 512, not {hidden}")
+        sizes = hidden, topk_idx.shape[1], options.num_experts, "bfloat16", options.num_sms, num_scales
         shape = Shape("padded", *sizes, float4=self._to_float4)
         self._options = options
         self._turns = layers.turns(shape, most) if options.hooked else None
