@@ -63,43 +63,37 @@ class ExpertWorkspace:
     def _make_tables(self) -> None:
         nodes, e, blocks = self._nodes, self.experts, self._blocks
         ranks, handle = self._group.world_size, ffi.sizeof("ProxycclProxyChannel")
-        tables = Areas()
-        places_at, members_at = tables.take(4 * ranks), tables.take(4 * ranks)
-        first_rows = 2 * 4 * blocks * ranks * e.segments if e.output_buffers else 0
-        peers_at = tables.take(8 * nodes.local_size)
-        bases_at = tables.take(max(8 * e.segments * self._options.kernel_config.num_experts, first_rows))
-        counters_at = tables.take(ffi.sizeof("ProxycclExpertCounters"))
-        arrivals_at = tables.take(4 * (nodes.count * blocks + 1))
-        routing_at = tables.take(nodes.count * handle)
-        out_at, back_at = tables.take(nodes.count * blocks * handle), tables.take(nodes.count * blocks * handle)
-        image = bytearray(tables.end)
-
-        def put(offset: int, data: bytes) -> None:
-            image[offset : offset + len(data)] = data
-
         place_of = {peer: n << 16 | i for n, of_node in enumerate(nodes.members) for i, peer in enumerate(of_node)}
         in_order = [peer for of_node in nodes.members for peer in of_node]
-        put(places_at, bytes(ffi.buffer(ffi.new("uint32_t[]", [place_of[peer] for peer in range(ranks)]))))
-        put(members_at, bytes(ffi.buffer(ffi.new("uint32_t[]", in_order))))
         peers = [self._memory.peer_ptr(peer) for peer in nodes.members[nodes.own]]
-        put(peers_at, bytes(ffi.buffer(ffi.new("uint64_t[]", peers))))
-        for n, rail in enumerate(nodes.rails):
-            handles = [channel.device_handle for channel in self._channels.get(rail, ())]
-            put(out_at + n * blocks * handle, b"".join(handles[:blocks]))
-            put(back_at + n * blocks * handle, b"".join(handles[blocks : 2 * blocks]))
-            put(routing_at + n * handle, b"".join(handles[2 * blocks :]))
-        self._tables = self._group.device_memory.allocate(tables.end, "experts")
-        self._group.runtime.copy(self._tables.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(image))), len(image))
+        first_rows = 2 * 4 * blocks * ranks * e.segments if e.output_buffers else 0
 
-        at = self._tables.ptr
-        e.places, e.members = ffi.cast("uint32_t *", at + places_at), ffi.cast("uint32_t *", at + members_at)
-        e.peers = ffi.cast("char **", at + peers_at)
-        e.routing_channels = ffi.cast("ProxycclProxyChannel *", at + routing_at)
-        e.out_channels = ffi.cast("ProxycclProxyChannel *", at + out_at)
-        e.back_channels = ffi.cast("ProxycclProxyChannel *", at + back_at)
-        e.bases = ffi.cast("uint32_t *", at + bases_at)
-        e.counters = ffi.cast("ProxycclExpertCounters *", at + counters_at)
-        e.arrivals = ffi.cast("uint32_t *", at + arrivals_at)
+        def handles(first: int, count: int) -> bytes:
+            """Returns the handles of these channels to each node; zeros for the rank's own node."""
+            of_rails = [self._channels.get(rail, ())[first : first + count] for rail in nodes.rails]
+            joined = [b"".join(channel.device_handle for channel in channels) for channels in of_rails]
+            return b"".join(each.ljust(count * handle, b"\0") for each in joined)
+
+        contents = {  # the contents of each field's table
+            "places": bytes(ffi.buffer(ffi.new("uint32_t[]", [place_of[peer] for peer in range(ranks)]))),
+            "members": bytes(ffi.buffer(ffi.new("uint32_t[]", in_order))),
+            "peers": bytes(ffi.buffer(ffi.new("uint64_t[]", peers))),
+            "bases": bytes(max(8 * e.segments * self._options.kernel_config.num_experts, first_rows)),
+            "counters": bytes(ffi.sizeof("ProxycclExpertCounters")),
+            "arrivals": bytes(4 * (nodes.count * blocks + 1)),
+            "routing_channels": handles(2 * blocks, 1),
+            "out_channels": handles(0, blocks),
+            "back_channels": handles(blocks, blocks),
+        }
+        areas, types = Areas(), dict(ffi.typeof("ProxycclExperts").fields)
+        places = {name: areas.take(len(content)) for name, content in contents.items()}
+        image = bytearray(areas.end)
+        for name, content in contents.items():
+            image[places[name] : places[name] + len(content)] = content
+        self._tables = self._group.device_memory.allocate(areas.end, "experts")
+        self._group.runtime.copy(self._tables.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(image))), len(image))
+        for name, place in places.items():
+            setattr(e, name, ffi.cast(types[name].type, self._tables.ptr + place))
 
     def _make_received_rows(self) -> None:
         options = self._options
