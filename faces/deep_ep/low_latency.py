@@ -165,7 +165,7 @@ def _dispatch_later(layer: EPAll2AllLayer, pending: SentCall, finish: Callable[[
             raise early[0]
         finish()
 
-    layer.under_way.end_dispatch = end
+    layer.dispatching.end = end
     return receive, layer
 
 
@@ -186,7 +186,7 @@ def _combine_later(
         else:
             layer.combine_recv(pending, out=target)
 
-    layer.under_way.end_combine = end
+    layer.combining.end = end
     tokens = pending.desc.num_dispatch_token_cur_rank
     target = x.new_empty(tokens, layer.ep_config.hidden) if out is None else out
     return target, (receive, layer)
