@@ -29,14 +29,15 @@ static PyObject* add_block(PyObject* object, PyObject* arguments) {
 /* Returns the array that holds a table, the array's address, the table's entry in `Tables.places`, and the `Tables`;
  * None if the descriptor lacks the table. */
 static PyObject* find(PyObject* object, PyObject* name) {
+  static PyObject* attribute;
+  if (attribute == NULL && (attribute = PyUnicode_InternFromString("places")) == NULL) return NULL;
   const Descriptor* self = (const Descriptor*)object;
   for (int i = 0; i < self->count; ++i) {
     const TableBlock* block = &self->blocks[i];
-    PyObject* places = PyObject_GetAttrString(block->tables, "places");
+    PyObject* places = PyObject_GetAttr(block->tables, attribute);
     PyObject* place = places == NULL ? NULL : PyDict_GetItemWithError(places, name);
     PyObject* found = NULL;
-    if (place != NULL)
-      found = Py_BuildValue("OKOO", block->array, (unsigned long long)block->at, place, block->tables);
+    if (place != NULL) found = Py_BuildValue("OKOO", block->array, (unsigned long long)block->at, place, block->tables);
     Py_XDECREF(places);
     if (found != NULL || PyErr_Occurred() != NULL) return found;
   }
