@@ -49,7 +49,7 @@ class Tables(Struct, frozen=True):
         for name, shape in shapes.items():
             wide = wide_ids and name in _OF_IDS
             places[name] = end, shape, strides_of(shape), wide
-            end += -(-math.prod(shape) * (8 if wide else 4) // _ALIGNMENT) * _ALIGNMENT
+            end = round_up(end + math.prod(shape) * (8 if wide else 4), _ALIGNMENT)
         offsets = ffi.new("uint64_t[]", [_NO_TABLE] * (ffi.sizeof("ProxycclExpertLayout") // 8))
         for name in places.keys() - {RECEIVED}:
             offsets[number_of(name)] = places[name][0]
@@ -66,11 +66,6 @@ class Tables(Struct, frozen=True):
 
 def number_of(table: str | None) -> int:
     return 0 if table is None else int(ffi.offsetof("ProxycclExpertLayout", table)) // 8
-
-
-def _rounded(rows: int) -> int:
-    unit = 1 << max(0, rows.bit_length() - _LEADING_BITS)
-    return round_up(rows, unit)
 
 
 _MOST_KEPT = 64
@@ -108,7 +103,7 @@ class TableLayouts:
         """Returns the tables with an entry for each row, for a number of rows that became known after the dispatch
         began. The tables may have room for a few more rows, so that few layouts serve all numbers of rows.
         """
-        key = _rounded(rows), wide_ids
+        key = round_up(rows, 1 << max(0, rows.bit_length() - _LEADING_BITS)), wide_ids
         if key not in self._kept_of_rows:
             self._kept_of_rows[key] = Tables.of(self._shapes_of_rows(key[0]), wide_ids=wide_ids)
         return self._kept_of_rows[key]
