@@ -14,10 +14,10 @@ the sizes that callers pass to DeepEP's buffers, by the formulas of DeepEP's sou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from proxyccl import EPConfig
-from proxyccl.channels.expert_parallel.geometry import Geometry, OutputLayout, WorkspaceShape, aligned, blocks_for
+from proxyccl.channels.expert_parallel.geometry import Geometry, aligned, blocks_for
+from proxyccl.channels.expert_parallel.options import LayerOptions
 from proxyccl.channels.expert_parallel.output_buffers import KEPT_OUTPUTS
 from proxyccl.device._native import lib
 from proxyccl.device.memory.places import own_segment_bytes
@@ -61,22 +61,22 @@ class World:
 
 def workspace(world: World, layout: str) -> int:
     """Returns the size in bytes of the workspace of a ProxyCCL layer with this layout."""
-    config = EPConfig(world.tokens, HIDDEN, TOPK, EXPERTS, 0, world.ranks, world.local_size)
-    per_rank, rows = config.num_experts_per_rank, world.ranks * world.tokens
-    shape = WorkspaceShape(
-        replace(config, num_experts=world.ranks) if layout == "rank" else config,
+    sizes = world.tokens, HIDDEN, TOPK, 0, EXPERTS, world.local_size, world.ranks
+    options = LayerOptions(
+        *sizes,
+        layout=layout,
+        enable_local_combine=layout == "expert" and world.nodes == 1,
+        expert_alignment=1 if layout == "expert" else None,
+        output_buffers=KEPT_OUTPUTS if layout == "rank" else 0,
+    )
+    geometry = Geometry(
+        options,
         blocks=blocks_for(world.tokens, NUM_SMS),
         threads=lib.PROXYCCL_EXPERT_THREADS,
-        layout=OutputLayout(
-            chosen_per_rank=per_rank if layout == "rank" else 0,
-            padded_rows=rows if layout == "padded" else 0,
-            expert_alignment=1 if layout == "expert" else 0,
-            buffers=KEPT_OUTPUTS + 1 if layout == "rank" else 0,
-            buffer_rows=rows,
-        ),
-        local_combine=layout == "expert" and world.nodes == 1,
+        nodes=world.nodes,
+        local_size=world.local_size,
+        output_room=own_segment_bytes,
     )
-    geometry = Geometry(shape, nodes=world.nodes, local_size=world.local_size, output_room=own_segment_bytes)
     return geometry.workspace_bytes
 
 

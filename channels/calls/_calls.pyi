@@ -250,7 +250,6 @@ class Descriptor:
     Attributes:
         like: an array of the library and device of the tables.
         missing: the reason why the rows have not been received; None once they have been received.
-        blocks: the arrays that hold tables, their addresses, and the `Tables`.
     """
 
     owner: Any
@@ -262,12 +261,12 @@ class Descriptor:
     rows: int
     output_buffer: int
     counts_rows: bool
-    @property
-    def blocks(self) -> tuple[tuple[Any, int, Any], ...]: ...
     def add_block(self, array: Any, address: int, tables: Any, offsets: int) -> None:
         """Adds an array that holds tables, with the address of the tables' offsets. At most two blocks can be added."""
-    def find(self, name: str, /) -> tuple[Any, Any, Any] | None:
-        """Returns a table's array, the table's place in the array and its `Tables`; None if no table has that name."""
+    def find(self, name: str, /) -> tuple[Any, int, Any, Any] | None:
+        """Returns the array that holds a table, the array's address, the table's place in the array, and its `Tables`;
+        None if no table has that name.
+        """
 
 class FormList:
     """The forms of one kind of call, whose arrays may have any first extent.

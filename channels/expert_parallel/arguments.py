@@ -25,16 +25,21 @@ def whole_number(argument: str, value: Any, least: int, most: int = MAX_NUMBER, 
     return as_integer(value, argument, f"must be {what} {expected}", least, most)
 
 
-def input_array(group: Group, x: Any, argument: str, shape: tuple[int, ...], dtype: str) -> ArrayView:
+def input_array(
+    group: Group, x: Any, argument: str, shape: tuple[int, ...], dtype: str, *, spare_rows: bool = False
+) -> ArrayView:
     """Returns a view of an argument. Raises ArgumentError if `x` has another shape (-1 accepts any extent) or another
-    type, or lies in memory that the group can't use.
+    type, or lies in memory that the group can't use. With `spare_rows`, `x` may have further rows.
     """
     view = input_view(group, x, argument)
     if view.dtype.name != dtype:
         raise ArgumentError(argument, f"has element type {view.dtype}; expected {dtype}")
-    if len(view.shape) != len(shape) or any(w not in (-1, n) for n, w in zip(view.shape, shape, strict=True)):
-        expected = ", ".join("any" if n == -1 else str(n) for n in shape)
+    wanted = (-1, *shape[1:]) if spare_rows else shape
+    if len(view.shape) != len(shape) or any(w not in (-1, n) for n, w in zip(view.shape, wanted, strict=True)):
+        expected = ", ".join("any" if n == -1 else str(n) for n in wanted)
         raise ArgumentError(argument, f"has shape {view.shape}; expected ({expected})")
+    if view.shape[0] < shape[0]:
+        raise ArgumentError(argument, f"has {view.shape[0]} rows; expected at least {shape[0]}")
     return view
 
 
@@ -59,10 +64,7 @@ def output_array(
     """Returns the address of the caller's `out` array for the result of a call on `x`. Raises ArgumentError if `out`
     does not fit, is read-only, or overlaps `x`."""
     source = input_view(group, x, argument)
-    expected = (-1, *shape[1:]) if spare_rows else shape
-    view = input_array(group, out, "out", expected, dtype.name)
-    if view.shape[0] < shape[0]:
-        raise ArgumentError("out", f"has {view.shape[0]} rows; expected at least {shape[0]}")
+    view = input_array(group, out, "out", shape, dtype.name, spare_rows=spare_rows)
     if not view.writable:
         raise ArgumentError("out", "is read-only; expected a writable array")
     if view.ptr < source.ptr + source.nbytes and source.ptr < view.ptr + view.nbytes:

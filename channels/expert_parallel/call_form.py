@@ -115,14 +115,6 @@ class LayerParts:
             return CapacityError(f"a rank dispatches {wanted} tokens; max_tokens is {options.most_of_call}", wanted)
         return bad
 
-    def refuse_bad(self, desc: EPAllToAllLayoutDesc) -> None:
-        """If `learn_counts` returns an error, raises the error; all ranks then abandon the call."""
-        bad = self.learn_counts(desc)
-        if bad is not None:
-            desc.rows = 0
-            desc.mark_received(refused=True)
-            raise bad
-
     def _bad_expert(self) -> ArgumentError | None:
         """Returns the error for an invalid expert id, or None. Checks the dispatches whose number of rows became known
         since the last call of this function. The error names the first invalid id of the latest dispatch that has an
@@ -255,7 +247,9 @@ def kernel_before(parts: LayerParts, *, is_pair: bool, quantizes: bool) -> tuple
     """
     ctx = parts.ctx
     if is_pair:
-        launch = ctx.pack_launch()
+        assert ctx.pack is not None
+        sizes = parts.options.pair_width, parts.options.scale_bytes
+        launch = ctx.pack.prepare(*ctx.grid, 0, 0, ctx.packed_rows.ptr, 0, *sizes)
         rows_at, scales_at, _, tokens_at = (address_of(launch.packed(index)) for index in range(4))
         return [launch], (2, 0, rows_at, scales_at, tokens_at, ctx.packed_rows.ptr)
     if not quantizes:

@@ -160,9 +160,7 @@ def _check_combine(
     """
     group, names, tokens = parts.ctx.group, parts.arguments, desc.num_dispatch_token_cur_rank
     slots = (tokens, parts.options.config.topk)
-    view = input_array(group, x, names.rows, (-1, *shape[1:]) if names.spare_rows else shape, dtype)
-    if view.shape[0] < shape[0]:
-        raise ArgumentError(names.rows, f"has {view.shape[0]} rows; expected at least {shape[0]}")
+    input_array(group, x, names.rows, shape, dtype, spare_rows=names.spare_rows)
     if weights is not None:
         input_array(group, weights, "weights", shape[:-1], "float32")
     if topk_weights is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from dataclasses import replace
 from typing import Any
 
 from proxyccl.channels.calls.launches import CurrentStream, Launchable
@@ -13,13 +12,7 @@ from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.expert_parallel.config import MAX_SLOTS, SCALED_DTYPES, EPConfig
-from proxyccl.channels.expert_parallel.geometry import (
-    AS_BYTES,
-    DISPATCH_KERNELS,
-    STORE_KERNEL,
-    WorkspaceShape,
-    blocks_for,
-)
+from proxyccl.channels.expert_parallel.geometry import AS_BYTES, DISPATCH_KERNELS, STORE_KERNEL, blocks_for
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import FINALIZE, Members, Nodes
 from proxyccl.channels.expert_parallel.options import LayerOptions
@@ -59,26 +52,22 @@ class DispatchCombineContext:
         arrays: makes the arrays of results.
         nodes: the placement of the ranks on nodes.
         workspace: memory that peers reach.
-        layout: the layout of the outputs.
         tables: the layouts of the descriptors' tables.
         grid: the kernels' number of blocks, and number of threads per block.
         dispatch_plain, dispatch_stored: the launch of a dispatch, and the launch of a whole dispatch to output buffers.
         dispatch_scaled, quantize_launch: the launch of a dispatch that quantizes rows as it stores them, and the launch
             of the kernel that quantizes rows before a dispatch; None if not needed.
+        pack: the kernel that packs float8 rows and their scales before a dispatch; None if not needed.
         combines: the launches of combines, by the rows' element type.
-        scale_bytes: bytes of the scales of a row; 0 if rows travel without scales.
-        pair_bytes: if rows travel with scales, bytes of a row without its scales; else 0.
+        signalled_combine: a function that returns a launch of a combine of rows that another kernel still computes.
         places: replaces expert ids by places if ranks are lost or the layer has a placement; otherwise None.
         numbers: yields the dispatches' numbers.
     """
 
     def __init__(self, members: Members, options: LayerOptions, number: int) -> None:
-        config, self.layout = options.config, options.output_layout
-        if options.by_rank:  # the kernels send one row per rank, so they treat each rank as one expert
-            config = replace(config, num_experts=config.world_size)
-        self.ep_config, self.number, self.members = config, number, members
+        self.ep_config, self.number, self.members = options.kernel_config, number, members
         self.group = group = members.group
-        runtime = group.runtime
+        runtime, config = group.runtime, self.ep_config
         self.runtime_name, self.arrays = runtime.name, ExpertArrays(group)
         # A block needs a thread for each rank of a node, and for each node.
         threads = max(_HOST_THREADS, config.world_size) if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
@@ -94,16 +83,13 @@ class DispatchCombineContext:
         weigh = shipped("experts/weigh.h", "expert_weigh", token)
         combines = {name: shipped("experts/combine.h", "combine", name) for name in {token, config.weight.name}}
         quantize = shipped("experts/quantize.h", "expert_quantize", token) if options.quantizes else None
-        self._pack = shipped("experts/quantize.h", "expert_pack") if options.quantized else None
-        self.scale_bytes = 4 * options.scales
-        self.pair_bytes = options.pair_width if options.quantized else 0
+        self.pack = shipped("experts/quantize.h", "expert_pack") if options.quantized else None
+        self._packed_bytes = options.pair_width + options.scale_bytes if options.quantized else 0
         self.nodes = Nodes.of_group(group, config, proxied=options.proxied)
-        combine_locally = options.enable_local_combine
-        shape = WorkspaceShape(config, *self.grid, self.layout, combine_locally, self.scale_bytes)
         with group.exchange.telling():
-            self.workspace = ExpertWorkspace(group, self.nodes, shape)
+            self.workspace = ExpertWorkspace(group, self.nodes, options, self.grid)
         self.workspace.experts.dropping_ids = options.dropping_ids
-        self.tables = TableLayouts(config, self.nodes, self.layout)
+        self.tables = TableLayouts(options, self.nodes)
         group.keep(self.workspace)  # peers may still be in a call when this rank drops its layer
         self._capacity = options.capacity * config.max_tokens * config.topk
         self._output_buf: tuple[Array, Array] | None = None
@@ -121,7 +107,12 @@ class DispatchCombineContext:
         self.dispatch_scaled = dispatch(name, token) if scales else None
         nothing = bytes(ffi.sizeof("ProxycclCombine"))
         self.combines = {name: kernel.prepare(*self.grid, experts, nothing) for name, kernel in combines.items()}
-        self._signalled = functools.partial(shipped, "experts/combine.h", "combine_signalled", token), experts, nothing
+        grid = self.grid
+
+        def signalled_combine() -> Launch:
+            return shipped("experts/combine.h", "combine_signalled", token).prepare(*grid, experts, nothing)
+
+        self.signalled_combine = signalled_combine
         # Peers do not wait for this kernel, so it may occupy the whole device.
         self._weighing = ffi.new("ProxycclWeighing *")
         weighing = bytes(ffi.buffer(self._weighing))
@@ -240,23 +231,10 @@ class DispatchCombineContext:
 
     # -- launches of forms ---
 
-    def pack_launch(self) -> Launch:
-        """Returns a launch that packs float8 rows and their scales in `packed_rows`. The caller fills in the addresses
-        of rows and scales (arguments 0 and 1), and the number of rows (3).
-        """
-        assert self._pack is not None
-        return self._pack.prepare(*self.grid, 0, 0, self.packed_rows.ptr, 0, self.pair_bytes, self.scale_bytes)
-
-    def signalled_combine(self) -> Launch:
-        """Returns a launch of a combine of rows that another kernel still computes."""
-        kernel, *arguments = self._signalled
-        return kernel().prepare(*self.grid, *arguments)
-
     @functools.cached_property
     def packed_rows(self) -> Array:
         """Memory for the packed float8 rows of the dispatch in flight; only one dispatch is in flight at a time."""
-        shape = self.ep_config.max_tokens, self.pair_bytes + self.scale_bytes
-        return allocate(self.group, shape, "uint8", "experts")
+        return allocate(self.group, (self.ep_config.max_tokens, self._packed_bytes), "uint8", "experts")
 
     def weigh(
         self,
@@ -294,13 +272,6 @@ class DispatchCombineContext:
         kept = tuple(view.owner for view in views if view is not None)
         self._weigh.replace(1, bytes(ffi.buffer(call)))
         self.queue(ffi.NULL, self._weigh, stream, desc, kept)
-
-    def collected_type(self, values: ArrayView) -> str:
-        """Returns the type in which `collect` takes values: the values' own type if it is the type of tokens or of
-        weights, else the type of weights.
-        """
-        name = values.dtype.name
-        return name if name in self.combines else self.ep_config.weight.name
 
     # -- launching ---
 

@@ -26,26 +26,18 @@ static PyObject* add_block(PyObject* object, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-/* Returns a tuple with a triple (array, address, `Tables`) for each array that holds tables. */
-static PyObject* blocks(PyObject* object, void* Py_UNUSED(closure)) {
-  const Descriptor* self = (const Descriptor*)object;
-  PyObject* blocks = PyTuple_New(self->count);
-  for (int i = 0; blocks != NULL && i < self->count; ++i) {
-    const TableBlock* block = &self->blocks[i];
-    PyObject* each = Py_BuildValue("OKO", block->array, (unsigned long long)block->at, block->tables);
-    if (each == NULL || PyTuple_SetItem(blocks, i, each) != 0) Py_CLEAR(blocks);
-  }
-  return blocks;
-}
-
-/* Returns a table's array, entry in `Tables.places`, and `Tables`; None if the descriptor lacks the table. */
+/* Returns the array that holds a table, the array's address, the table's entry in `Tables.places`, and the `Tables`;
+ * None if the descriptor lacks the table. */
 static PyObject* find(PyObject* object, PyObject* name) {
+  static PyObject* attribute;
+  if (attribute == NULL && (attribute = PyUnicode_InternFromString("places")) == NULL) return NULL;
   const Descriptor* self = (const Descriptor*)object;
   for (int i = 0; i < self->count; ++i) {
     const TableBlock* block = &self->blocks[i];
-    PyObject* places = PyObject_GetAttrString(block->tables, "places");
+    PyObject* places = PyObject_GetAttr(block->tables, attribute);
     PyObject* place = places == NULL ? NULL : PyDict_GetItemWithError(places, name);
-    PyObject* found = place == NULL ? NULL : PyTuple_Pack(3, block->array, place, block->tables);
+    PyObject* found = NULL;
+    if (place != NULL) found = Py_BuildValue("OKOO", block->array, (unsigned long long)block->at, place, block->tables);
     Py_XDECREF(places);
     if (found != NULL || PyErr_Occurred() != NULL) return found;
   }
@@ -99,10 +91,6 @@ static PyMemberDef members[] = {
     {"counts_rows", T_BOOL, offsetof(Descriptor, counts_rows), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
-static PyGetSetDef attributes[] = {
-    {"blocks", blocks, NULL, NULL, NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
 static PyType_Slot slots[] = {
     {Py_tp_doc, "Descriptor()\n--\n\nThe part of EPAllToAllLayoutDesc that C reads and writes."},
     {Py_tp_new, PyType_GenericNew},
@@ -111,7 +99,6 @@ static PyType_Slot slots[] = {
     {Py_tp_clear, let_go},
     {Py_tp_methods, methods},
     {Py_tp_members, members},
-    {Py_tp_getset, attributes},
     {0, NULL},
 };
 static PyType_Spec spec = {

@@ -228,7 +228,8 @@ class DispatchCombine:
             [T, topk] of the type of `values`; zero for dropped slots. Raises the errors of `dispatch`.
         """
         prepared, group = self._require_prepared(), self._ctx.group
-        dtype = self._ctx.collected_type(input_view(group, values, "values"))
+        name = input_view(group, values, "values").dtype.name
+        dtype = name if name in self._ctx.combines else self._ctx.ep_config.weight.name
         view = input_array(group, values, "values", (prepared.desc.rows,), dtype)
         return self._forms.collect(view, prepared.desc, self._ctx.stream_for(stream, values))
 

@@ -180,7 +180,7 @@ class Dispatch(CallForm):
         before = [*packing, *replacing]
         call = ffi.cast("ProxycclDispatch *", launch.packed(1))
         call.id_bytes = 4 if replacing else id_bytes
-        call.row_bytes = self._outputs.row_bytes + ctx.scale_bytes
+        call.row_bytes = self._outputs.row_bytes + options.scale_bytes
         call.padded_rows = options.padded_rows
         # The table `cleared` is filled first, so that it marks the rows that no rank writes: rows that the caller's
         # indices leave out, and rows in gaps.
@@ -211,7 +211,7 @@ class Dispatch(CallForm):
             (phases, ROUTE | SEND, GATHER | RECEIVE),
             (*self._described(tables), tables.maker(self._arrays), tables.address),
             (-1 if self._rows is None else self._rows, not self._exact, tables.places.get(RECEIVED, (0,))[0]),
-            (ctx.scale_bytes, options.scale_column),
+            (options.scale_bytes, options.scale_column),
             makers,
             self._take,
             proceed,
@@ -256,7 +256,11 @@ class Dispatch(CallForm):
         assert buffers is not None
         if self._exact:
             desc.rows = self._ctx.await_rows(desc)
-            self._parts.refuse_bad(desc)
+            bad = self._parts.learn_counts(desc)
+            if bad is not None:
+                desc.rows = 0
+                desc.mark_received(refused=True)
+                raise bad
         if taken.whole is not None:
             rows = outputs.rows_in(taken.whole, buffers.scales_offset, desc.rows)
         else:
@@ -340,7 +344,8 @@ class Redispatch(CallForm):
         before, filled = kernel_before(parts, is_pair=is_pair, quantizes=False)
         launch, tables = ctx.dispatch_plain.copy(), ctx.tables.of_call(None, buffered=False, wide_ids=False)
         call = self._call = ffi.cast("ProxycclDispatch *", launch.packed(1))
-        self._argument, self._width, scale_bytes = argument, width or config.hidden, ctx.scale_bytes if is_pair else 0
+        self._argument, self._width = argument, width or config.hidden
+        scale_bytes = parts.options.scale_bytes if is_pair else 0
         self._outputs = _Outputs(parts, self._arrays, self._width, element, is_pair)
         call.redispatch, call.id_bytes = 1, 4
         call.row_bytes = self._outputs.row_bytes + scale_bytes

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from proxyccl.channels.expert_parallel.config import EPConfig
+from proxyccl.channels.expert_parallel.options import LayerOptions
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import round_up
 
@@ -64,55 +64,11 @@ class Areas:
         return start
 
 
-@dataclass(frozen=True)
-class OutputLayout:
-    """How a dispatch lays out the rows that a rank receives.
-
-    Attributes:
-        chosen_per_rank: with layout="rank", the number of experts of each rank, while the configuration has one expert
-            per rank; 0 with other layouts.
-        padded_rows: if rows are padded, the number of rows that each expert has room for; else 0.
-        expert_alignment: the multiple at which each expert's rows begin, in which case the CPU also reads each expert's
-            number of rows; 0 for rows without gaps.
-        buffers: the number of output buffers, which a workspace has only on one node whose ranks reach each other.
-        buffer_rows: rows of each output buffer.
-        stays: whether an output stays valid as long as the program references it (`KeptOutputs`).
-    """
-
-    chosen_per_rank: int = 0
-    padded_rows: int = 0
-    expert_alignment: int = 0
-    buffers: int = 0
-    buffer_rows: int = 0
-    stays: bool = False
-
-
-BY_EXPERT = OutputLayout()
-"""The layout that orders rows by expert, without gaps."""
-
-
-@dataclass(frozen=True)
-class WorkspaceShape:
-    """The sizes that a workspace has room for.
-
-    Attributes:
-        blocks, threads: the kernels' number of blocks, and of threads per block.
-        local_combine: whether each rank first sums its own rows of a token in a combine.
-        scale_bytes: bytes of the scales of a float8 row.
-    """
-
-    config: EPConfig
-    blocks: int
-    threads: int
-    layout: OutputLayout = BY_EXPERT
-    local_combine: bool = False
-    scale_bytes: int = 0
-
-
 class Geometry:
     """The geometry of a workspace, the same on all ranks. The geometry is computed without a device and without peers.
 
     Args:
+        blocks, threads: the kernels' number of blocks, and of threads per block.
         nodes, local_size: the number of nodes as the kernels see them, and the number of ranks of each node.
         copied: whether GPU copies move the data between nodes.
         output_room: a function that returns the size of an output buffer for a number of bytes.
@@ -126,29 +82,34 @@ class Geometry:
 
     def __init__(
         self,
-        shape: WorkspaceShape,
+        options: LayerOptions,
         *,
+        blocks: int,
+        threads: int,
         nodes: int,
         local_size: int,
         copied: bool = False,
         output_room: Callable[[int], int] = aligned,
     ) -> None:
-        config, layout, blocks, ranks = shape.config, shape.layout, shape.blocks, nodes * local_size
+        config, ranks, scale_bytes = options.kernel_config, nodes * local_size, options.scale_bytes
+        chosen_per_rank = options.config.num_experts_per_rank if options.by_rank else 0
         e = self.experts = ffi.new("ProxycclExperts *")
         e.world_size, e.local_size, e.nodes = ranks, local_size, nodes
         e.experts_per_rank, e.topk, e.max_tokens = config.num_experts_per_rank, config.topk, config.max_tokens
-        e.local_combine, e.chosen_per_rank = shape.local_combine, layout.chosen_per_rank
-        e.padded_rows, e.expert_alignment = layout.padded_rows, layout.expert_alignment
-        e.output_buffers, e.output_rows = (layout.buffers, layout.buffer_rows) if nodes == 1 else (0, 0)
-        e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if layout.chosen_per_rank else config.weight.itemsize
+        e.local_combine, e.chosen_per_rank = options.enable_local_combine, chosen_per_rank
+        e.padded_rows, e.expert_alignment = options.padded_rows, options.expert_alignment or 0
+        if nodes == 1 and options.output_buffers:
+            # One buffer more than the caller asks for: combine_input uses the last buffer, or rows pass through it.
+            e.output_buffers, e.output_rows = options.output_buffers + 1, options.fixed_rows or options.most_tokens
+        e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if chosen_per_rank else config.weight.itemsize
         e.blocks = blocks
         # With inboxes for two calls, the first half of a call with few tokens sends its rows without waiting for any
         # peer.
-        e.kept_calls = 2 if layout.padded_rows and nodes == 1 and not shape.local_combine else 1
+        e.kept_calls = 2 if options.padded_rows and nodes == 1 and not options.enable_local_combine else 1
         self._cut(config, blocks)
         self.announces = self._announce(config)
         # A float8 row also contains its scales. A row may also hold a token's weights, which `collect` returns.
-        scaled_bytes = config.hidden + shape.scale_bytes if shape.scale_bytes else 0
+        scaled_bytes = config.hidden + scale_bytes if scale_bytes else 0
         row_bytes = aligned(max(config.hidden * config.token.itemsize, scaled_bytes, config.topk * 8), 16)
         e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
         return_bytes = blocks * e.return_segment_bytes
@@ -164,7 +125,7 @@ class Geometry:
 
         slots, routing = e.segment_tokens * config.topk, Areas()
         routing.take(ffi.sizeof("ProxycclExpertSegment"))
-        e.counts_offset = routing.take(4 * (config.num_experts + ranks * layout.chosen_per_rank))
+        e.counts_offset = routing.take(4 * (config.num_experts + ranks * chosen_per_rank))
         e.slots_offset = routing.take(ffi.sizeof("ProxycclExpertSlot") * slots)
         e.places_offset = routing.take(4 * e.segment_tokens)
         e.weights_offset = routing.take(e.weight_bytes * slots)
@@ -172,7 +133,7 @@ class Geometry:
         e.segment_bytes = e.segment_tokens * row_bytes
         e.slab_bytes = aligned(e.segments * (e.routing_bytes + e.segment_bytes) + e.least_message)
 
-        groups = shape.threads  # an upper bound, because only a kernel knows how many threads make a group
+        groups = threads  # an upper bound, because only a kernel knows how many threads make a group
         areas, crossing = Areas(), 2 * nodes if nodes > 1 else 0
         e.routed = areas.take(8 * ranks * e.segments)
         e.sent = areas.take(8 * ranks * blocks * groups)
@@ -184,13 +145,13 @@ class Geometry:
         inboxes = 2 if self.announces in ("ids", "masks") else e.kept_calls
         e.inbox = areas.take(inboxes * local_size * e.slab_bytes)
         e.rail, e.outbox = areas.take(crossing * e.slab_bytes), areas.take(crossing * e.slab_bytes)
-        places = min(local_size, config.topk) if layout.chosen_per_rank else config.topk  # the most rows of a token
-        e.returns = areas.take(e.kept_calls * (local_size if shape.local_combine else places) * return_bytes)
+        places = min(local_size, config.topk) if chosen_per_rank else config.topk  # the most rows of a token
+        e.returns = areas.take(e.kept_calls * (local_size if options.enable_local_combine else places) * return_bytes)
         e.return_rails = areas.take(nodes * places * return_bytes if crossing else 0)
         e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)
         e.loadable = areas.take(2 * 8 * local_size * blocks)
         e.output_scales = aligned(e.output_rows * config.hidden)  # scales follow the float8 rows
-        scaled = e.output_scales + e.output_rows * shape.scale_bytes if shape.scale_bytes else 0
+        scaled = e.output_scales + e.output_rows * scale_bytes if scale_bytes else 0
         e.output_bytes = output_room(max(e.output_rows * config.hidden * config.token.itemsize, scaled))
         e.outputs = areas.take(e.output_buffers * e.output_bytes)
         self.workspace_bytes = areas.end

@@ -43,19 +43,18 @@ def _require_communicator(communicator: Any) -> None:
 
 
 class UnderWay(Struct):
-    """The calls of a layer whose first halves are queued.
+    """The dispatch, or the combine, of a layer whose first half is queued.
 
     Attributes:
-        sent: the dispatch in flight; None if there is none.
-        returned: the combine in flight; None if there is none.
-        end_dispatch, end_combine: functions that make the second half of `sent` or `returned`. A further dispatch or
-            combine first calls the function, or raises an error if the function is None.
+        name: "dispatch" or "combine".
+        call: the call; None if there is none.
+        end: a function that makes the second half. A further call of the same name first calls the function, or raises
+            an error if the function is None.
     """
 
-    sent: SentCall | None = None
-    returned: SentCall | None = None
-    end_dispatch: Callable[[], None] | None = None
-    end_combine: Callable[[], None] | None = None
+    name: str
+    call: SentCall | None = None
+    end: Callable[[], None] | None = None
 
 
 class EPAll2AllLayer:
@@ -152,7 +151,7 @@ class EPAll2AllLayer:
         forms: the forms of the layer's calls.
         sums_on_own_node: whether a token's own rank sums all rows of the token, so that `combine` takes topk_weights.
         sums_ranks_in_turn: whether `combine` takes order_ids.
-        under_way: the calls in two halves whose second half is pending.
+        dispatching, combining: the calls in two halves whose second half is pending.
 
     Raises:
         ArgumentError: an argument is wrong, does not match the group, or differs between ranks.
@@ -209,11 +208,11 @@ class EPAll2AllLayer:
         number = members.agree_on(compared or options.compared, name)
         options = agree_on_placement(members.group, options)
         ctx = DispatchCombineContext(members, options, number)
-        self._take(LayerParts(ctx, options, *names), UnderWay())
+        self._take(LayerParts(ctx, options, *names), UnderWay("dispatch"), UnderWay("combine"))
 
-    def _take(self, parts: LayerParts, under_way: UnderWay) -> None:
+    def _take(self, parts: LayerParts, dispatching: UnderWay, combining: UnderWay) -> None:
         options, self.ctx = parts.options, parts.ctx
-        self._parts, self.under_way, self.forms = parts, under_way, Forms(parts)
+        self._parts, self.dispatching, self.combining, self.forms = parts, dispatching, combining, Forms(parts)
         self.sums_on_own_node, self.sums_ranks_in_turn = parts.sums_on_own_node, parts.sums_ranks_in_turn
         self.ep_config, self.lost_ranks = options.config, options.lost_ranks
         self.layout, self.max_recv_tokens, self.quantized = options.layout, options.fixed_rows, options.quantized
@@ -237,7 +236,7 @@ class EPAll2AllLayer:
         if found is None:
             found = object.__new__(EPAll2AllLayer)
             options = replace(self._parts.options, call_tokens=max_tokens)
-            found._take(replace(self._parts, options=options), self.under_way)
+            found._take(replace(self._parts, options=options), self.dispatching, self.combining)
             if len(self._narrowed) == _MOST_NARROWED:
                 del self._narrowed[next(iter(self._narrowed))]
         self._narrowed[max_tokens] = found
@@ -358,8 +357,8 @@ class EPAll2AllLayer:
                 layer was made without a placement, or a call in two halves is under way.
             CommunicatorError: a peer failed; see its subclasses.
         """
-        self._refuse_under_way()
-        self._refuse_returning()
+        self._end_earlier(self.dispatching)
+        self._end_earlier(self.combining)
         if self.placement is None or self.ctx.places is None:
             raise ArgumentError("placement", "the layer was made without one; pass `placement` to EPAll2AllLayer")
         self.ctx.places.place(placement)
@@ -446,7 +445,7 @@ class EPAll2AllLayer:
         recorder = recorder_of_dispatch(self._parts.options, input, weight)
         if recorder is None:
             return self.dispatch_unrecorded(input, exp_indices, weight, full_scatter_indices, stream)
-        self._refuse_under_way()
+        self._end_earlier(self.dispatching)
         # A recorded call's rows are copied: a backward pass needs them, so later dispatches must not overwrite them.
         forms = self.forms.dispatches[self._parts.options.keeps_outputs]
 
@@ -459,8 +458,8 @@ class EPAll2AllLayer:
         self, input: Any, exp_indices: Any, weight: Any = None, scatter: Any = None, stream: StreamLike = None
     ) -> Dispatched:
         """Makes a `dispatch` without recording it for a backward pass."""
-        if self.ctx.closed or self.under_way.sent is not None:
-            self._refuse_under_way()
+        if self.ctx.closed or self.dispatching.call is not None:
+            self._end_earlier(self.dispatching)
         made = self.forms.dispatches[True].call(input, exp_indices, weight, scatter, stream)
         dispatched: Dispatched = self._parts.checked(made, stream)
         return dispatched
@@ -469,9 +468,9 @@ class EPAll2AllLayer:
         self, input: Any, exp_indices: Any, weight: Any = None, scatter: Any = None, stream: StreamLike = None
     ) -> SentCall:
         """Makes a `dispatch_send` without recording it for a backward pass."""
-        self._refuse_under_way()
+        self._end_earlier(self.dispatching)
         sent: SentCall = self.forms.sends.call(input, exp_indices, weight, scatter, stream)
-        self.under_way.sent = sent
+        self.dispatching.call = sent
         return sent
 
     def dispatch_send(
@@ -497,14 +496,11 @@ class EPAll2AllLayer:
         """Makes the second half of `dispatch`: receives the rows. Returns the results of `dispatch`, and raises its
         errors.
         """
-        self.ctx.require_usable()
-        under_way = self.under_way
-        if pending is not under_way.sent or pending is None:
-            raise ArgumentError("pending", "is not the dispatch of this layer that is under way")
+        self._require_pending(pending, self.dispatching)
         stream = pending.stream if stream is None else stream
         self._parts.refuse_capture(stream)
         recorder = recorder_of(*pending.recorded)
-        under_way.sent = under_way.end_dispatch = None
+        self.dispatching.call = self.dispatching.end = None
         if recorder is None:
             return self._receive(pending, stream)
         return recorder.dispatch(self, lambda: self._receive(pending, stream), *pending.recorded)
@@ -528,7 +524,7 @@ class EPAll2AllLayer:
             The rows, in the order of the earlier dispatch's rows; if `input` is a pair, a pair of rows and scales.
         """
         desc = self._parts.own_desc(ep_a2a_layout_desc)
-        self._refuse_under_way()
+        self._end_earlier(self.dispatching)
         recorder = recorder_of_dispatch(self._parts.options, input)
         if recorder is None:
             return self.forms.redispatches.call(input, desc, stream, None)
@@ -589,8 +585,8 @@ class EPAll2AllLayer:
         Args:
             given: all of input, weights, topk_weights, order_ids, added, the descriptor, out and stream.
         """
-        if self.ctx.closed or self.under_way.returned is not None:
-            self._refuse_returning()
+        if self.ctx.closed or self.combining.call is not None:
+            self._end_earlier(self.combining)
         return self.forms.combines.call(*given)
 
     def send_back_unrecorded(
@@ -599,13 +595,13 @@ class EPAll2AllLayer:
         """Makes a `combine_send` without recording it for a backward pass. With `after`, another kernel on another
         stream may still compute the rows.
         """
-        self._refuse_returning()
+        self._end_earlier(self.combining)
         returns = self.forms.returns
         if after is not None:
             self.forms.signals.set(after, self._parts.options.padded_rows, self.ctx.blocks)
             returns = self.forms.signalled_returns
         sent: SentCall = returns.call(input, weights, topk_weights, None, (), desc, None, stream)
-        self.under_way.returned = sent
+        self.combining.call = sent
         return sent
 
     def combine_input(self, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
@@ -651,22 +647,20 @@ class EPAll2AllLayer:
         """Makes the second half of `combine`: sums the received rows. Returns the result of `combine`, and raises its
         errors.
         """
-        self.ctx.require_usable()
-        under_way = self.under_way
-        if pending is not under_way.returned or pending is None:
-            raise ArgumentError("pending", "is not the combine of this layer that is under way")
+        self._require_pending(pending, self.combining)
         recorder = recorder_of(*pending.recorded)
         if recorder is not None and out is not None:
             refuse_recording("out")
-        stream, end = pending.stream if stream is None else stream, under_way.end_combine
-        under_way.returned = under_way.end_combine = None
+        stream, combining = pending.stream if stream is None else stream, self.combining
+        end, combining.call = combining.end, None
+        combining.end = None
         try:
             if recorder is None:
                 return pending.receive(stream, out)
             rows, weights = pending.recorded
             return recorder.combine(self, lambda: pending.receive(stream), rows, weights, pending.desc)
         except ArgumentError:  # the call had no effect, so the combine is still under way
-            under_way.returned, under_way.end_combine = pending, end
+            combining.call, combining.end = pending, end
             raise
 
     def combine_weights(
@@ -687,7 +681,7 @@ class EPAll2AllLayer:
         if self.ep_config.weight.name != "float32":
             raise ArgumentError("combine_weights", f"needs weight_dtype float32, not {self.ep_config.weight}")
         desc = self._parts.own_desc(ep_a2a_layout_desc)
-        if self.under_way.returned is not None:
+        if self.combining.call is not None:
             raise ArgumentError("combine_weights", "a combine is under way; call combine_recv first")
         by_rank = self.layout == "rank"
         shape = (desc.rows, self.ep_config.topk) if by_rank else self._parts.leading(desc.rows)
@@ -706,7 +700,7 @@ class EPAll2AllLayer:
             `dispatch`.
         """
         desc = self._parts.own_desc(ep_a2a_layout_desc)
-        self._refuse_under_way()
+        self._end_earlier(self.dispatching)
         topk = self.ep_config.topk
         # Every row gets all weights of its token, including the weight of the row's slot.
         spread = self.forms.spreads.call(topk_weights, desc, None, None)
@@ -735,16 +729,16 @@ class EPAll2AllLayer:
         self.ctx.require_usable()
         self._parts.check_ended()
 
-    def _refuse_returning(self) -> None:
-        if self.ctx.closed or self.under_way.returned is not None:  # the launch itself checks for failed ranks
+    def _end_earlier(self, under_way: UnderWay) -> None:
+        """Ends a call whose second half is pending, before the next call of the same name begins."""
+        if self.ctx.closed or under_way.call is not None:  # the launch itself checks for failed ranks
             self.ctx.require_usable()
-            if self.under_way.end_combine is None:
-                raise ArgumentError("combine", "another combine is under way; call combine_recv first")
-            self.under_way.end_combine()
+            if under_way.end is None:
+                name = under_way.name
+                raise ArgumentError(name, f"another {name} is under way; call {name}_recv first")
+            under_way.end()
 
-    def _refuse_under_way(self) -> None:
-        if self.ctx.closed or self.under_way.sent is not None:
-            self.ctx.require_usable()
-            if self.under_way.end_dispatch is None:
-                raise ArgumentError("dispatch", "another dispatch is under way; call dispatch_recv first")
-            self.under_way.end_dispatch()
+    def _require_pending(self, pending: SentCall, under_way: UnderWay) -> None:
+        self.ctx.require_usable()
+        if pending is not under_way.call or pending is None:
+            raise ArgumentError("pending", f"is not the {under_way.name} of this layer that is under way")

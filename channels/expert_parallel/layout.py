@@ -104,15 +104,17 @@ class EPAllToAllLayoutDesc(Descriptor):
         found = self.find(name)
         if found is None:
             return None
-        (array, (offset, shape, strides, wide), _), arrays = found, self.owner.arrays.like(self.like)
+        (array, _, (offset, shape, strides, wide), _), arrays = found, self.owner.arrays.like(self.like)
         if name in OF_ROWS:
             shape = (self.rows, *shape[1:])
         return arrays.part(array, offset, shape, strides, arrays.int64 if wide else arrays.int32)
 
     def size_rows(self, rows: int) -> None:
         """Sets the number of rows. Allocates the tables that have an entry for each row, if they don't exist yet."""
-        if "first_rows" not in self.blocks[-1][2].places:
-            tables = self.owner.tables.of_rows(rows, wide_ids=self.blocks[0][2].wide_ids)
+        if self.find("first_rows") is None:
+            begun = self.find("tokens")
+            assert begun is not None  # every descriptor has this table
+            tables = self.owner.tables.of_rows(rows, wide_ids=begun[-1].wide_ids)
             arrays = self.owner.arrays.like(self.like)
             array = tables.maker(arrays)()
             self.add_block(array, arrays.address(array), tables, tables.address)
@@ -120,10 +122,17 @@ class EPAllToAllLayoutDesc(Descriptor):
 
     def pointer(self, name: str) -> int:
         """Returns the address of a table. Raises KeyError for an unknown name."""
-        for _, at, tables in self.blocks:
-            if name in tables.places:
-                return int(at + tables.places[name][0])
-        raise KeyError(name)
+        found = self.find(name)
+        if found is None:
+            raise KeyError(name)
+        return found[1] + int(found[2][0])
+
+    @property
+    def held(self) -> list[Any]:
+        """The array that holds the tables of the dispatch, and the array with the tables of its rows, which may be the
+        same array.
+        """
+        return [found[0] for found in map(self.find, ("tokens", "first_rows")) if found is not None]
 
     # -- for inspection ---
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,6 @@ from proxyccl.channels.expert_parallel.config import (
     EPConfig,
     column_of,
 )
-from proxyccl.channels.expert_parallel.geometry import OutputLayout
 from proxyccl.channels.ranks import as_ranks
 from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.arguments.integers import find_integer, find_items
@@ -272,6 +271,11 @@ class LayerOptions:
         return self.layout == "rank"
 
     @cached_property
+    def kernel_config(self) -> EPConfig:
+        """The sizes as kernels see them. Kernels that send one row per rank treat each rank as one expert."""
+        return replace(self.config, num_experts=self.world_size) if self.by_rank else self.config
+
+    @cached_property
     def quantized(self) -> bool:
         return self.dispatch_dtype is not None
 
@@ -281,6 +285,11 @@ class LayerOptions:
         if not self.quantized:
             return 0
         return self.num_scales or -(-self.config.hidden // self.scale_elements)
+
+    @cached_property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of a row; 0 if rows travel without scales."""
+        return 4 * self.scales
 
     @cached_property
     def pair_dtype(self) -> str:
@@ -304,15 +313,3 @@ class LayerOptions:
         if self.minus_one_drops:
             return MINUS_ONE_DROPS
         return NUMBER_DROPS | MINUS_ONE_DROPS if self.by_rank else NUMBER_DROPS
-
-    @property
-    def output_layout(self) -> OutputLayout:
-        return OutputLayout(
-            chosen_per_rank=self.config.num_experts_per_rank if self.by_rank else 0,
-            padded_rows=self.padded_rows,
-            expert_alignment=self.expert_alignment or 0,
-            # One buffer more than the caller asks for: combine_input uses the last buffer, or rows pass through it.
-            buffers=self.output_buffers + 1 if self.output_buffers else 0,
-            buffer_rows=self.fixed_rows or self.most_tokens,
-            stays=self.keeps_outputs,
-        )

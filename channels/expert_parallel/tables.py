@@ -8,9 +8,8 @@ from typing import Any
 from msgspec import Struct
 
 from proxyccl.channels.expert_parallel.arrays import LibraryArrays, Maker, strides_of
-from proxyccl.channels.expert_parallel.config import EPConfig
-from proxyccl.channels.expert_parallel.geometry import OutputLayout
 from proxyccl.channels.expert_parallel.members import Nodes
+from proxyccl.channels.expert_parallel.options import LayerOptions
 from proxyccl.device._native import ffi
 from proxyccl.device.arguments.integers import round_up
 
@@ -50,7 +49,7 @@ class Tables(Struct, frozen=True):
         for name, shape in shapes.items():
             wide = wide_ids and name in _OF_IDS
             places[name] = end, shape, strides_of(shape), wide
-            end += -(-math.prod(shape) * (8 if wide else 4) // _ALIGNMENT) * _ALIGNMENT
+            end = round_up(end + math.prod(shape) * (8 if wide else 4), _ALIGNMENT)
         offsets = ffi.new("uint64_t[]", [_NO_TABLE] * (ffi.sizeof("ProxycclExpertLayout") // 8))
         for name in places.keys() - {RECEIVED}:
             offsets[number_of(name)] = places[name][0]
@@ -69,11 +68,6 @@ def number_of(table: str | None) -> int:
     return 0 if table is None else int(ffi.offsetof("ProxycclExpertLayout", table)) // 8
 
 
-def _rounded(rows: int) -> int:
-    unit = 1 << max(0, rows.bit_length() - _LEADING_BITS)
-    return round_up(rows, unit)
-
-
 _MOST_KEPT = 64
 
 
@@ -85,9 +79,9 @@ class TableLayouts:
         padded_rows: the most rows that an expert has room for, if rows are padded; else 0.
     """
 
-    def __init__(self, config: EPConfig, nodes: Nodes, layout: OutputLayout) -> None:
-        self._config, self._nodes, self._layout = config, nodes, layout
-        self.alignment, self.padded_rows = layout.expert_alignment or 1, layout.padded_rows
+    def __init__(self, options: LayerOptions, nodes: Nodes) -> None:
+        self._options, self._config, self._nodes = options, options.kernel_config, nodes
+        self.alignment, self.padded_rows = options.expert_alignment or 1, options.padded_rows
         self._kept: dict[tuple[bool, int | None, bool], Tables] = {}
         self._kept_of_rows: dict[tuple[int, bool], Tables] = {}
 
@@ -109,7 +103,7 @@ class TableLayouts:
         """Returns the tables with an entry for each row, for a number of rows that became known after the dispatch
         began. The tables may have room for a few more rows, so that few layouts serve all numbers of rows.
         """
-        key = _rounded(rows), wide_ids
+        key = round_up(rows, 1 << max(0, rows.bit_length() - _LEADING_BITS)), wide_ids
         if key not in self._kept_of_rows:
             self._kept_of_rows[key] = Tables.of(self._shapes_of_rows(key[0]), wide_ids=wide_ids)
         return self._kept_of_rows[key]
@@ -131,8 +125,8 @@ class TableLayouts:
     def _shapes_of_rows(self, rows: int) -> dict[str, tuple[int, ...]]:
         topk = self._config.topk
         shapes: dict[str, tuple[int, ...]] = {"first_rows": (rows,), "token_rows": (rows, topk), "row_slots": (rows,)}
-        if self._layout.chosen_per_rank:
+        if self._options.by_rank:
             shapes |= {"row_experts": (rows, topk), "row_tokens": (rows,)}
-        if self._layout.padded_rows:
+        if self.padded_rows:
             shapes |= {"row_tokens": (rows,), "expert_rows": (self._config.num_experts_per_rank,)}
         return shapes

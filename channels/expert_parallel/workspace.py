@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from proxyccl.channels.expert_parallel.geometry import Areas, Geometry, WorkspaceShape, aligned
+from proxyccl.channels.expert_parallel.geometry import Areas, Geometry, aligned
 from proxyccl.channels.expert_parallel.members import Nodes
+from proxyccl.channels.expert_parallel.options import LayerOptions
 from proxyccl.channels.expert_parallel.output_buffers import KeptOutputs, OutputBuffers
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import register
@@ -28,14 +29,13 @@ class ExpertWorkspace:
         received_rows: a pointer for the CPU to the ProxycclReceivedRows in pinned memory.
     """
 
-    def __init__(self, group: Group, nodes: Nodes, shape: WorkspaceShape) -> None:
+    def __init__(self, group: Group, nodes: Nodes, options: LayerOptions, grid: tuple[int, int]) -> None:
         if group.world_size > lib.PROXYCCL_MAX_EXPERT_RANKS:
             raise ResourceError(f"an expert-parallel layer serves at most {lib.PROXYCCL_MAX_EXPERT_RANKS} ranks")
-        self._group, self._nodes, self._shape = group, nodes, shape
-        room = own_segment_bytes if shape.layout.stays and group.runtime.name != "host" else aligned
-        geometry = Geometry(
-            shape, nodes=nodes.count, local_size=nodes.local_size, copied=nodes.copied(group), output_room=room
-        )
+        self._group, self._nodes, self._options, (self._blocks, threads) = group, nodes, options, grid
+        room = own_segment_bytes if options.keeps_outputs and group.runtime.name != "host" else aligned
+        sizes = {"blocks": self._blocks, "threads": threads, "nodes": nodes.count, "local_size": nodes.local_size}
+        geometry = Geometry(options, **sizes, copied=nodes.copied(group), output_room=room)
         self.experts, self.announces = geometry.experts, geometry.announces
         self.experts.rank, self.experts.local_rank, self.experts.node = group.rank, nodes.local_rank, nodes.own
         self._share(geometry.workspace_bytes)
@@ -45,7 +45,7 @@ class ExpertWorkspace:
     def _share(self, nbytes: int) -> None:
         group, nodes, e = self._group, self._nodes, self.experts
         # Kernels continue to count the signals in these areas after the communicator was suspended.
-        signals = ((0, int(e.inbox)), (int(e.loadable), 2 * 8 * nodes.local_size * self._shape.blocks))
+        signals = ((0, int(e.inbox)), (int(e.loadable), 2 * 8 * nodes.local_size * self._blocks))
         allocated = group.device_memory.allocate(nbytes, "experts", signals)
         self._workspace = Array(group.runtime, allocated, (nbytes,), as_dtype("uint8"))
         self._memory = memory = register(group, self._workspace)
@@ -53,58 +53,52 @@ class ExpertWorkspace:
         self._kept: object = None
         if nodes.count > 1:
             rails = [peer for peer in nodes.rails if peer != group.rank]
-            self._channels, self._kept = connect_handles(group, memory, memory, rails, 2 * self._shape.blocks + 1)
+            self._channels, self._kept = connect_handles(group, memory, memory, rails, 2 * self._blocks + 1)
         self.sleepers = group.links.proxy.sleepers if self._channels else None
-        outputs = KeptOutputs if self._shape.layout.stays else OutputBuffers
+        outputs = KeptOutputs if self._options.keeps_outputs else OutputBuffers
         self.outputs = outputs(group.runtime, self._workspace.memory, e) if e.output_buffers else None
         e.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
         e.workspace = ffi.cast("char *", memory.ptr)
 
     def _make_tables(self) -> None:
-        nodes, e, blocks = self._nodes, self.experts, self._shape.blocks
+        nodes, e, blocks = self._nodes, self.experts, self._blocks
         ranks, handle = self._group.world_size, ffi.sizeof("ProxycclProxyChannel")
-        tables = Areas()
-        places_at, members_at = tables.take(4 * ranks), tables.take(4 * ranks)
-        first_rows = 2 * 4 * blocks * ranks * e.segments if e.output_buffers else 0
-        peers_at = tables.take(8 * nodes.local_size)
-        bases_at = tables.take(max(8 * e.segments * self._shape.config.num_experts, first_rows))
-        counters_at = tables.take(ffi.sizeof("ProxycclExpertCounters"))
-        arrivals_at = tables.take(4 * (nodes.count * blocks + 1))
-        routing_at = tables.take(nodes.count * handle)
-        out_at, back_at = tables.take(nodes.count * blocks * handle), tables.take(nodes.count * blocks * handle)
-        image = bytearray(tables.end)
-
-        def put(offset: int, data: bytes) -> None:
-            image[offset : offset + len(data)] = data
-
         place_of = {peer: n << 16 | i for n, of_node in enumerate(nodes.members) for i, peer in enumerate(of_node)}
         in_order = [peer for of_node in nodes.members for peer in of_node]
-        put(places_at, bytes(ffi.buffer(ffi.new("uint32_t[]", [place_of[peer] for peer in range(ranks)]))))
-        put(members_at, bytes(ffi.buffer(ffi.new("uint32_t[]", in_order))))
         peers = [self._memory.peer_ptr(peer) for peer in nodes.members[nodes.own]]
-        put(peers_at, bytes(ffi.buffer(ffi.new("uint64_t[]", peers))))
-        for n, rail in enumerate(nodes.rails):
-            handles = [channel.device_handle for channel in self._channels.get(rail, ())]
-            put(out_at + n * blocks * handle, b"".join(handles[:blocks]))
-            put(back_at + n * blocks * handle, b"".join(handles[blocks : 2 * blocks]))
-            put(routing_at + n * handle, b"".join(handles[2 * blocks :]))
-        self._tables = self._group.device_memory.allocate(tables.end, "experts")
-        self._group.runtime.copy(self._tables.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(image))), len(image))
+        first_rows = 2 * 4 * blocks * ranks * e.segments if e.output_buffers else 0
 
-        at = self._tables.ptr
-        e.places, e.members = ffi.cast("uint32_t *", at + places_at), ffi.cast("uint32_t *", at + members_at)
-        e.peers = ffi.cast("char **", at + peers_at)
-        e.routing_channels = ffi.cast("ProxycclProxyChannel *", at + routing_at)
-        e.out_channels = ffi.cast("ProxycclProxyChannel *", at + out_at)
-        e.back_channels = ffi.cast("ProxycclProxyChannel *", at + back_at)
-        e.bases = ffi.cast("uint32_t *", at + bases_at)
-        e.counters = ffi.cast("ProxycclExpertCounters *", at + counters_at)
-        e.arrivals = ffi.cast("uint32_t *", at + arrivals_at)
+        def handles(first: int, count: int) -> bytes:
+            """Returns the handles of these channels to each node; zeros for the rank's own node."""
+            of_rails = [self._channels.get(rail, ())[first : first + count] for rail in nodes.rails]
+            joined = [b"".join(channel.device_handle for channel in channels) for channels in of_rails]
+            return b"".join(each.ljust(count * handle, b"\0") for each in joined)
+
+        contents = {  # the contents of each field's table
+            "places": bytes(ffi.buffer(ffi.new("uint32_t[]", [place_of[peer] for peer in range(ranks)]))),
+            "members": bytes(ffi.buffer(ffi.new("uint32_t[]", in_order))),
+            "peers": bytes(ffi.buffer(ffi.new("uint64_t[]", peers))),
+            "bases": bytes(max(8 * e.segments * self._options.kernel_config.num_experts, first_rows)),
+            "counters": bytes(ffi.sizeof("ProxycclExpertCounters")),
+            "arrivals": bytes(4 * (nodes.count * blocks + 1)),
+            "routing_channels": handles(2 * blocks, 1),
+            "out_channels": handles(0, blocks),
+            "back_channels": handles(blocks, blocks),
+        }
+        areas, types = Areas(), dict(ffi.typeof("ProxycclExperts").fields)
+        places = {name: areas.take(len(content)) for name, content in contents.items()}
+        image = bytearray(areas.end)
+        for name, content in contents.items():
+            image[places[name] : places[name] + len(content)] = content
+        self._tables = self._group.device_memory.allocate(areas.end, "experts")
+        self._group.runtime.copy(self._tables.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(image))), len(image))
+        for name, place in places.items():
+            setattr(e, name, ffi.cast(types[name].type, self._tables.ptr + place))
 
     def _make_received_rows(self) -> None:
-        layout, experts = self._shape.layout, self._shape.config.num_experts_per_rank
+        options = self._options
         self._chosen_at = aligned(ffi.sizeof("ProxycclReceivedRows"))
-        self._told_experts = layout.chosen_per_rank or (experts if layout.expert_alignment else 0)
+        self._told_experts = options.config.num_experts_per_rank if options.by_rank or options.expert_alignment else 0
         nbytes = max(4096, self._chosen_at + 4 * self._told_experts)
         self._received_rows = self._group.runtime.allocate_pinned(nbytes)
         self.experts.received_rows = ffi.cast("ProxycclReceivedRows *", self._received_rows.ptr)

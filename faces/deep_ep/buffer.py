@@ -9,9 +9,10 @@ import torch
 
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import whole_number
+from proxyccl.channels.expert_parallel.geometry import aligned
 from proxyccl.deep_ep import low_latency, normal
 from proxyccl.deep_ep.arguments import LOW_LATENCY, NORMAL, refuse, refuse_unknown, require_tensor
-from proxyccl.deep_ep.config import MOST_BYTES, Config, low_latency_size_hint
+from proxyccl.deep_ep.config import MOST_BYTES, Config
 from proxyccl.deep_ep.connected import Connected
 from proxyccl.deep_ep.handles import Handle, Rows
 from proxyccl.deep_ep.layers import Layers, Masks
@@ -22,7 +23,6 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.torch_tensors.untraced import untraced
 
 _BEFORE_WORST_TOKENS = 9  # arguments of dispatch
-_MOST_COUNTED = 2**31 - 1
 
 
 @untraced
@@ -117,8 +117,13 @@ class Buffer(Connected):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Returns the number of bytes that low-latency mode needs, which callers pass as `num_rdma_bytes`."""
-        return low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+        """Returns the number of bytes of a low-latency dispatch and combine in bfloat16, which callers pass as
+        `num_rdma_bytes`: 2 * num_max_dispatch_tokens_per_rank rows for each rank, and half as many for each expert.
+        """
+        tokens = whole_number("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 0)
+        row = 2 * whole_number("hidden", hidden, 0)
+        ranks, experts = whole_number("num_ranks", num_ranks, 1), whole_number("num_experts", num_experts, 1)
+        return aligned((2 * ranks + experts) * tokens * row)
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
@@ -433,10 +438,11 @@ class Buffer(Connected):
             raise refuse("combine_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
         hooked = return_recv_hook is not False and _is_hooked(async_finish, return_recv_hook)
         routing = self._require_current(handle, "padded")
-        overlapped = None
+        after = None
         if overlap is not False and as_flag(overlap, "overlap"):
-            overlapped = _overlap(comp_signal, block_m, threshold, num_sms, src_signals, src_signal_expect_value)
-        call = lambda: low_latency.combine(x, topk_weights, routing, out, overlapped, hooked=hooked)  # noqa: E731
+            signals = comp_signal, block_m, threshold, num_sms, src_signals, src_signal_expect_value
+            after = low_latency.row_signals(routing, x, *signals)
+        call = lambda: low_latency.combine(x, topk_weights, routing, out, after, hooked=hooked)  # noqa: E731
         used = (x, topk_weights, out, handle, comp_signal, src_signals)
         (output, half), event = self._run(call, (None,), used, LOW_LATENCY, apart=async_finish)
         return output, event, half and self._once(*half, LOW_LATENCY)
@@ -518,19 +524,6 @@ class Buffer(Connected):
         self._owned = True
         self._layers = Layers(self.communicator, self._masks.lost)
         return self._layers
-
-
-def _overlap(
-    comp_signal: Any, block_m: Any, threshold: Any, num_sms: Any, src_signals: Any, expected: Any
-) -> low_latency.Overlap:
-    if (comp_signal is None) == (src_signals is None):
-        raise ArgumentError("overlap", "expected either comp_signal or src_signals with overlap")
-    sms = 0 if num_sms is None else whole_number("num_sms", num_sms, 1)
-    if src_signals is not None:
-        value = whole_number("src_signal_expect_value", expected, 0, _MOST_COUNTED)
-        return low_latency.Overlap(src_signals, "src_signals", None, value, sms)
-    value = whole_number("threshold", threshold, 0, _MOST_COUNTED)
-    return low_latency.Overlap(comp_signal, "comp_signal", whole_number("block_m", block_m, 1), value, sms)
 
 
 def _is_hooked(async_finish: bool, return_recv_hook: bool) -> bool:

@@ -61,17 +61,6 @@ class Config:
 _SIZES = tuple(each.name for each in fields(Config))
 
 
-def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
-    """Returns the number of bytes of a low-latency dispatch and combine in bfloat16: 2 * `max_tokens` rows for each
-    rank, and `max_tokens` rows for each expert. Callers pass this number to `Buffer`, which stores it without other
-    effect.
-    """
-    max_tokens = whole_number("num_max_dispatch_tokens_per_rank", max_tokens, 0)
-    hidden, num_ranks = whole_number("hidden", hidden, 0), whole_number("num_ranks", num_ranks, 1)
-    num_experts = whole_number("num_experts", num_experts, 1)
-    return aligned((2 * num_ranks + num_experts) * max_tokens * 2 * hidden)
-
-
 def elastic_size_hint(ranks: int, max_tokens: int, hidden: int, topk: int, *, float8: bool) -> int:
     """Returns the larger of two numbers of bytes: of the rows of a dispatch, which has `max_tokens` rows from each
     rank, and of the rows of a combine in bfloat16.

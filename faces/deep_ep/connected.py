@@ -237,4 +237,4 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
         for each in values:
             yield from _tensors(each)
     elif isinstance(values, (Handle, EPHandle)):
-        yield from _tensors((values.routing.desc.blocks, *vars(values).values()))
+        yield from _tensors((values.routing.desc.held, *vars(values).values()))

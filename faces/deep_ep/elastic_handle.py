@@ -20,7 +20,7 @@ class Options(NamedTuple):
 
     Attributes:
         waits: whether the CPU waits for the dispatch, to learn the number of rows.
-        sums_rows: see `Shape`.
+        sums_rows: whether a rank may sum a token's rows before it sends them back, so that sums are rounded twice.
         copies_ids: whether the handle gets a copy of the expert ids.
     """
 

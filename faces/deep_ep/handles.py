@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import torch
 from msgspec import Struct
@@ -42,11 +42,7 @@ class Handle(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return tuple(self._entry(name) for name in self._entries[index])
         return self._entry(self._entries[index])

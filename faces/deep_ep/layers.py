@@ -29,28 +29,24 @@ _OUTPUTS = "PROXYCCL_DEEP_EP_OUTPUTS"
 
 
 class Shape(NamedTuple):
-    """The properties that two calls must share to use one layer.
+    """The properties that two calls must share to use one layer, with the names of arguments of `EPAll2AllLayer`.
 
     Attributes:
-        layout: "rank", "padded" or "expert".
-        num_sms: the largest number of multiprocessors that a kernel takes.
-        num_scales: the number of scales of a float8 row; 0 for other types of rows.
-        most_rows: the number of rows of every output, if the CPU does not wait for the exact number; else None.
-        alignment: with layout="expert", each expert's rows begin at a multiple of this number; else None.
+        num_scales: the number of scales of a row; 0 if rows have no scales.
         float4: whether rows that have scales are in float4 instead of float8.
-        sums_rows: whether a rank may sum a token's rows before sending them back, so that sums are rounded twice.
+        enable_local_combine: has no effect across nodes.
     """
 
     layout: str
     hidden: int
     topk: int
-    num_experts: int
+    num_tot_experts: int
     dtype: str
-    num_sms: int
+    num_sm: int
     num_scales: int = 0
-    most_rows: int | None = None
-    alignment: int | None = None
-    sums_rows: bool = False
+    max_recv_tokens: int | None = None
+    expert_alignment: int | None = None
+    enable_local_combine: bool = False
     float4: bool = False
 
 
@@ -117,14 +113,15 @@ class Layers:
             group = self.communicator.group
             group.launches.agree(CollectiveCall(LAYER_SIZE))  # raises MismatchError if ranks make different calls
             everyone = group.exchange.all_gather(len(topk_idx), _TOKENS, "the size of a layer")
-            room = (shape.most_rows or 0) // self.communicator.world_size  # a layer with most_rows can't grow
+            # A layer with max_recv_tokens can't grow.
+            room = (shape.max_recv_tokens or 0) // self.communicator.world_size
             self._growing[shape] = self._make(shape, max(_rounded(max(everyone)), room))
         while True:
             layer = self._growing[shape]
             try:
                 return *layer.dispatch_unrecorded(x, topk_idx, topk_weights), layer
             except CapacityError as error:
-                if shape.most_rows is not None:  # the caller has fixed the number of rows
+                if shape.max_recv_tokens is not None:  # the caller has fixed the number of rows
                     raise
                 self._growing[shape] = self._make(shape, _rounded(error.needed))
 
@@ -146,31 +143,25 @@ class Layers:
         if communicator.closed:
             raise ClosedError("the communicator of the buffer was closed")
         ranks, local_ranks = communicator.world_size, communicator.local_world_size
-        by_rank = shape.layout == "rank"
-        outputs = _kept_outputs() if by_rank else 0
+        outputs = _kept_outputs() if shape.layout == "rank" else 0
+        given = shape._asdict()
+        float4, scales = given.pop("float4"), given.pop("num_scales")
+        given["enable_local_combine"] &= local_ranks == ranks
         layer = EPAll2AllLayer(
             communicator,
             max_tokens,
-            shape.hidden,
-            shape.topk,
-            communicator.rank,
-            shape.num_experts,
-            local_ranks,
-            ranks,
-            dtype=shape.dtype,
-            num_sm=shape.num_sms,
-            enable_local_combine=shape.sums_rows and local_ranks == ranks,
-            layout=shape.layout,
-            max_recv_tokens=shape.most_rows,
-            dispatch_dtype=None if not shape.num_scales else FLOAT4 if shape.float4 else FLOAT8,
-            num_scales=shape.num_scales or None,
-            scales_by_columns=shape.layout == "padded" and shape.num_scales > 0 and not shape.float4,
+            rank=communicator.rank,
+            local_world_size=local_ranks,
+            world_size=ranks,
+            dispatch_dtype=None if not scales else FLOAT4 if float4 else FLOAT8,
+            num_scales=scales or None,
+            scales_by_columns=shape.layout == "padded" and scales > 0 and not float4,
             grows=shape.layout != "padded",
             output_buffers=outputs,
             keeps_outputs=outputs > 0,
             minus_one_drops=True,
-            expert_alignment=shape.alignment,
             lost_ranks=self.lost_ranks,
+            **given,
         )
         self.all[layer.ctx] = layer
         return layer

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from proxyccl.channels.calls._calls import SentCall
-from proxyccl.channels.expert_parallel.arguments import output_array
+from proxyccl.channels.expert_parallel.arguments import output_array, whole_number
 from proxyccl.channels.expert_parallel.combine_form import RowSignals
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
@@ -18,16 +18,11 @@ from proxyccl.deep_ep import nvfp4
 from proxyccl.deep_ep.arguments import require_beside, require_ids, require_stats, require_tensor
 from proxyccl.deep_ep.handles import Handle, LowLatencyHandle, Routing, Rows
 from proxyccl.deep_ep.layers import Layers, Shape
-from proxyccl.deep_ep.tokens import (
-    ELEMENTS,
-    column_major,
-    packed_exponents,
-    quantize_rounded,
-    require_packable,
-)
+from proxyccl.deep_ep.tokens import ELEMENTS, EXPONENTS_OF_A_WORD, column_major, packed_exponents, quantize_rounded
 from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
 
+_MOST_COUNTED = 2**31 - 1
 Half = tuple[Callable[[], None], EPAll2AllLayer]
 """The function that receives the rows of a call with a hook, and the call's layer."""
 
@@ -83,16 +78,16 @@ class Dispatches:
             raise ArgumentError("use_ue8m0", "needs round_scale=True, because its scales are powers of two")
         _require_tokens(x, topk_idx)
         hidden, most = x.shape[1], options.max_tokens
-        if use_fp8 and hidden % ELEMENTS:
-            raise ArgumentError("x", f"has {hidden} elements in a row; expected a multiple of {ELEMENTS} with use_fp8")
-        if self._packs:
-            require_packable(hidden)
-        num_scales, topk, experts = hidden // ELEMENTS if use_fp8 else 0, topk_idx.shape[1], options.num_experts
-        if self._to_float4:
-            nvfp4.require_hidden(hidden)
-            num_scales = hidden // nvfp4.WORD_ELEMENTS
-        shape = Shape("padded", hidden, topk, experts, "bfloat16", options.num_sms, num_scales)
-        shape = shape._replace(float4=self._to_float4)
+        num_scales = 0
+        if use_fp8 or self._to_float4:
+            unit, name = (nvfp4.WORD_ELEMENTS, "use_nvfp4") if self._to_float4 else (ELEMENTS, "use_fp8")
+            if hidden % unit:
+                raise ArgumentError("x", f"has {hidden} elements in a row; expected a multiple of {unit} with {name}")
+            num_scales = hidden // unit
+        if self._packs and hidden % (ELEMENTS * EXPONENTS_OF_A_WORD):
+            raise ArgumentError("use_ue8m0", f"needs a hidden size that is a multiple of 512, not {hidden}")
+        sizes = hidden, topk_idx.shape[1], options.num_experts, "bfloat16", options.num_sms, num_scales
+        shape = Shape("padded", *sizes, float4=self._to_float4)
         self._options = options
         self._turns = layers.turns(shape, most) if options.hooked else None
         both = (layers.of_size(shape, most),) if self._turns is None else self._turns.layers
@@ -125,17 +120,13 @@ class Dispatches:
                 stats.add_(expert_rows)
 
         half = None
-        try:
-            if turns is None:
-                rows, _, desc = layer.dispatch_unrecorded(tokens, topk_idx)
-            else:
-                sent = layer.send_unrecorded(tokens, topk_idx)
-                half = _dispatch_later(layer, sent, finish)
-                turns.next = 1 - turns.next  # changed only if `send_unrecorded` raised no error
-                rows, desc = sent.rows, sent.desc
-        except ArgumentError:
-            _require_tokens(x, topk_idx)  # raises the error with DeepEP's names
-            raise
+        if turns is None:
+            rows, _, desc = layer.dispatch_unrecorded(tokens, topk_idx)
+        else:
+            sent = layer.send_unrecorded(tokens, topk_idx)
+            half = _dispatch_later(layer, sent, finish)
+            turns.next = 1 - turns.next  # changed only if `send_unrecorded` raised no error
+            rows, desc = sent.rows, sent.desc
         expert_rows = desc.table("expert_rows")
         packed = column_major(rows[1], packed=True) if self._packs else None
         tiles = nvfp4.new_tiles(rows[1]) if self._to_float4 else None
@@ -174,7 +165,7 @@ def _dispatch_later(layer: EPAll2AllLayer, pending: SentCall, finish: Callable[[
             raise early[0]
         finish()
 
-    layer.under_way.end_dispatch = end
+    layer.dispatching.end = end
     return receive, layer
 
 
@@ -195,41 +186,44 @@ def _combine_later(
         else:
             layer.combine_recv(pending, out=target)
 
-    layer.under_way.end_combine = end
+    layer.combining.end = end
     tokens = pending.desc.num_dispatch_token_cur_rank
     target = x.new_empty(tokens, layer.ep_config.hidden) if out is None else out
     return target, (receive, layer)
 
 
-class Overlap(NamedTuple):
-    """The arguments of a `Buffer.low_latency_combine` whose rows another kernel still computes.
-
-    Attributes:
-        counters: the argument comp_signal or src_signals, and `name` its name.
-        block_m: the number of rows that share a counter; None if all rows of an expert do.
-        threshold: the argument threshold or src_signal_expect_value.
-        num_sms: the argument num_sms; 0 for the buffer's number.
+def row_signals(
+    routing: Routing,
+    x: Any,
+    comp_signal: Any,
+    block_m: Any,
+    threshold: Any,
+    num_sms: Any,
+    src_signals: Any,
+    src_signal_expect_value: Any,
+) -> RowSignals:
+    """Returns the counters of a `Buffer.low_latency_combine` whose rows `x` another kernel still computes. Raises
+    ArgumentError unless there is a counter for each block of rows.
     """
-
-    counters: Any
-    name: str
-    block_m: int | None
-    threshold: int
-    num_sms: int
-
-    def signals(self, routing: Routing) -> RowSignals:
-        """Returns the counters for a layer. Raises ArgumentError unless there is a counter for each block of rows."""
-        experts = routing.layer.ep_config.num_experts_per_rank
-        rows = routing.desc.rows // experts
-        block_rows = self.block_m or rows
-        blocks = -(-rows // block_rows)
-        counters = require_tensor(self.name, self.counters, (None,), (torch.int32, torch.uint32))
-        if len(counters) < experts * blocks or not counters.is_contiguous():
-            each = "an expert" if self.block_m is None else f"each {block_rows} of the {rows} rows of an expert"
-            raise ArgumentError(
-                self.name, f"has {len(counters)} counters; expected {experts * blocks}, contiguous, one for {each}"
-            )
-        return RowSignals(counters.data_ptr(), blocks, block_rows, self.threshold, self.num_sms, counters)
+    if (comp_signal is None) == (src_signals is None):
+        raise ArgumentError("overlap", "expected either comp_signal or src_signals with overlap")
+    experts = routing.layer.ep_config.num_experts_per_rank
+    rows = routing.desc.rows // experts
+    if src_signals is None:
+        name, given, block_rows = "comp_signal", comp_signal, whole_number("block_m", block_m, 1)
+        complete = whole_number("threshold", threshold, 0, _MOST_COUNTED)
+        each = f"each {block_rows} of the {rows} rows of an expert"
+    else:
+        name, given, block_rows, each = "src_signals", src_signals, rows, "an expert"
+        complete = whole_number("src_signal_expect_value", src_signal_expect_value, 0, _MOST_COUNTED)
+    blocks, senders = -(-rows // block_rows), 0 if num_sms is None else whole_number("num_sms", num_sms, 1)
+    counters = require_tensor(name, given, (None,), (torch.int32, torch.uint32))
+    if len(counters) < experts * blocks or not counters.is_contiguous():
+        what = f"has {len(counters)} counters; expected {experts * blocks}, contiguous, one for {each}"
+        raise ArgumentError(name, what)
+    if isinstance(x, torch.Tensor):
+        require_beside(name, counters, x)
+    return RowSignals(counters.data_ptr(), blocks, block_rows, complete, senders, counters)
 
 
 def combine(
@@ -237,7 +231,7 @@ def combine(
     topk_weights: torch.Tensor,
     routing: Routing,
     out: torch.Tensor | None,
-    overlap: Overlap | None = None,
+    after: RowSignals | None,
     *,
     hooked: bool,
 ) -> tuple[torch.Tensor, Half | None]:
@@ -249,23 +243,15 @@ def combine(
         _require_results(x, topk_weights, layer, desc)
     if out is not None:
         require_tensor("out", out, (desc.num_dispatch_token_cur_rank, layer.ep_config.hidden), (torch.bfloat16,))
-    after = None
-    if overlap is not None:
+    if after is not None:
         _require_results(x, topk_weights, layer, desc)  # raises errors before any rank sends
-        after = overlap.signals(routing)
-        if after.counters:
-            require_beside(overlap.name, overlap.counters, x)
         if out is not None:  # the layer checks `out` only in the second half
             output_array(layer.ctx.group, out, x, "x", tuple(out.shape), layer.ep_config.token)
-    try:
-        slots = topk_weights if layer.sums_on_own_node else None
-        weights = layer.weights_by_row(topk_weights, desc) if slots is None else None
-        if not hooked and after is None:
-            return layer.combine_unrecorded(x, weights, slots, None, (), desc, out, None), None
-        pending = layer.send_back_unrecorded(x, weights, slots, desc, None, after)
-    except ArgumentError:
-        _require_results(x, topk_weights, layer, desc)  # raises the error with DeepEP's names
-        raise
+    slots = topk_weights if layer.sums_on_own_node else None
+    weights = layer.weights_by_row(topk_weights, desc) if slots is None else None
+    if not hooked and after is None:
+        return layer.combine_unrecorded(x, weights, slots, None, (), desc, out, None), None
+    pending = layer.send_back_unrecorded(x, weights, slots, desc, None, after)
     return _combine_later(layer, pending, x, out) if hooked else (layer.combine_recv(pending, out=out), None)
 
 

@@ -52,12 +52,8 @@ def dispatch(
         shape = layers.forms.get(key) or layers.add_form(key, _check(options, *given)[0])
     else:
         shape, tokens = _check(options, *given)
-    try:
-        moved = x if tokens is None else tokens.moved
-        values, weights, desc, layer = layers.dispatch(shape, moved, topk_idx, topk_weights)
-    except ArgumentError:
-        _check(options, *given)  # raises the error with DeepEP's names
-        raise
+    moved = x if tokens is None else tokens.moved
+    values, weights, desc, layer = layers.dispatch(shape, moved, topk_idx, topk_weights)
     counts = [] if options.most_rows is not None else desc.num_tokens_per_expert(options.expert_alignment)
     ids = desc.local_expert_ids
     if ids.dtype is not topk_idx.dtype:  # a layer that excludes lost ranks converts the ids
@@ -138,11 +134,7 @@ def combine(
             raise ArgumentError("topk_weights", "can't be given with the handle of a dispatch without topk_idx")
         of_rows = (desc.rows, config.topk) if routing.layer.layout == "rank" else (desc.rows,)
         require_tensor("topk_weights", topk_weights, of_rows, (torch.float32,))
-    try:
-        output: torch.Tensor = routing.layer.combine_unrecorded(x, None, None, order_ids, added, desc, None, None)
-    except ArgumentError:
-        require_tensor("x", x, (desc.rows, config.hidden))  # raises the error with DeepEP's names
-        raise
+    output: torch.Tensor = routing.layer.combine_unrecorded(x, None, None, order_ids, added, desc, None, None)
     weights = None if topk_weights is None else routing.layer.combine_weights(topk_weights, desc)
     return output, weights
 

@@ -20,14 +20,6 @@ _THREADS, _MOST_BLOCKS = 256, 4096
 _TILE_ROWS, _TILE_PARTS = 128, 4  # a tile's rows lie in memory as 32 groups of four rows that are 32 apart
 
 
-def require_hidden(hidden: int) -> None:
-    """Raises ArgumentError unless the scales of a row of `hidden` elements fill whole words."""
-    if hidden % WORD_ELEMENTS:
-        raise ArgumentError(
-            "x", f"has {hidden} elements in a row; expected a multiple of {WORD_ELEMENTS} with use_nvfp4"
-        )
-
-
 def require_global_scale(scale: Any, x: torch.Tensor) -> torch.Tensor | None:
     """Returns the argument `x_global_scale`. Raises ArgumentError unless the argument is None or a float32 tensor on
     the device of `x`."""

@@ -15,7 +15,8 @@ ELEMENTS = 128
 """The number of consecutive elements of a row that share a scale."""
 _GREATEST = 448.0  # the largest number in float8_e4m3fn
 _LEAST_MAGNITUDE = 1e-4  # smaller maxima of groups are raised to this value
-_EXPONENTS_OF_A_WORD = 4
+EXPONENTS_OF_A_WORD = 4
+"""The number of exponents (UE8M0) in an int32 of packed scales."""
 _WORDS_OF_A_LINE = 4  # 16 bytes
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -41,7 +42,7 @@ def column_major(scales: torch.Tensor, *, packed: bool = False) -> torch.Tensor:
     """
     *leading, rows, n = scales.shape
     column = round_up(rows, _WORDS_OF_A_LINE)
-    shape = (*leading, n // _EXPONENTS_OF_A_WORD if packed else n, column)
+    shape = (*leading, n // EXPONENTS_OF_A_WORD if packed else n, column)
     return scales.new_empty(shape, dtype=torch.int32 if packed else scales.dtype)[..., :rows].transpose(-2, -1)
 
 
@@ -60,12 +61,6 @@ def carried(scales: torch.Tensor, tokens: int) -> torch.Tensor:
             "x", f"has scales {scales.dtype} {list(scales.shape)}; expected float32 or int32 [{tokens}, n]"
         )
     return (scales if scales.dim() == 2 else scales.unsqueeze(1)).contiguous().view(torch.float32)
-
-
-def require_packable(hidden: int) -> None:
-    """Raises ArgumentError unless the number of exponents of a row of `hidden` elements is a multiple of four."""
-    if hidden % (ELEMENTS * _EXPONENTS_OF_A_WORD):
-        raise ArgumentError("use_ue8m0", f"needs a hidden size that is a multiple of 512, not {hidden}")
 
 
 class Tokens(NamedTuple):

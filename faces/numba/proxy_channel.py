@@ -6,6 +6,7 @@ is the address of its device handle.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -44,51 +45,15 @@ _load_numpy_functions()
 
 # By Numba's convention, the first parameter points to the function's result, and a return value of 0 means that the
 # function raised no exception.
-_SOURCE = r"""
-#include "proxyccl/proxyccl.h"
-using namespace proxyccl;
-using Channel = const ProxyChannelDeviceHandle*;
-extern "C" {
-__device__ int proxyccl_put(void*, Channel channel, uint64_t dst_offset, uint64_t src_offset, uint64_t size) {
-  channel->put(dst_offset, src_offset, size);
+_FUNCTION = """
+extern "C" __device__ int proxyccl_{name}({result}* result, Channel channel{parameters}) {{
+  {statement};
   return 0;
-}
-__device__ int proxyccl_signal(void*, Channel channel) {
-  channel->signal();
-  return 0;
-}
-__device__ int proxyccl_put_with_signal(void*, Channel channel, uint64_t dst_offset, uint64_t src_offset,
-                                        uint64_t size) {
-  channel->putWithSignal(dst_offset, src_offset, size);
-  return 0;
-}
-__device__ int proxyccl_put_with_signal_and_flush(bool* done, Channel channel, uint64_t dst_offset,
-                                                  uint64_t src_offset, uint64_t size) {
-  *done = channel->putWithSignalAndFlush(dst_offset, src_offset, size);
-  return 0;
-}
-__device__ int proxyccl_flush(bool* done, Channel channel) {
-  *done = channel->flush();
-  return 0;
-}
-__device__ int proxyccl_wait(bool* came, Channel channel) {
-  *came = channel->wait();
-  return 0;
-}
-__device__ int proxyccl_poll(bool* came, Channel channel) {
-  *came = channel->poll();
-  return 0;
-}
-__device__ int proxyccl_ended(bool* ended, Channel channel) {
-  *ended = aborted(channel->control);
-  return 0;
-}
-__device__ int proxyccl_channel(Channel* one, Channel channels, int64_t i) {
-  *one = channels + i;
-  return 0;
-}
-}
+}}
 """
+_SOURCE = [
+    '#include "proxyccl/proxyccl.h"\nusing namespace proxyccl;\nusing Channel = const ProxyChannelDeviceHandle*;\n'
+]
 
 
 def device_functions(architecture: str) -> bytes:
@@ -99,7 +64,7 @@ def device_functions(architecture: str) -> bytes:
     from proxyccl.device.gpu.cuda_compiler import CudaLinkCompiler
 
     compiler = CudaLinkCompiler()
-    return compiled_image(compiler, _SOURCE, shipped_options(compiler, architecture))
+    return compiled_image(compiler, "".join(_SOURCE), shipped_options(compiler, architecture))
 
 
 class _DeviceFunctions(cuda.LTOIR):  # type: ignore[misc]  # numba has no types
@@ -117,21 +82,30 @@ class _DeviceFunctions(cuda.LTOIR):  # type: ignore[misc]  # numba has no types
 _LINKED = _DeviceFunctions()
 
 
-def _declare(name: str, result: str, *parameters: str) -> Any:
-    return cuda.declare_device(f"proxyccl_{name}", f"{result}(uint64, {', '.join(parameters)})", link=_LINKED)
+def _declare(name: str, statement: str, result: str = "none", parameters: Sequence[str] = ()) -> Any:
+    """Defines a device function in C++, and declares it to Numba. In the statement, `channel` is the first parameter,
+    and a, b and c are the further parameters, whose types are given by Numba's names.
+    """
+    c_types = {"none": "void", "boolean": "bool", "uint64": "uint64_t", "int64": "int64_t"}
+    given = "".join(f", {c_types[each]} {letter}" for each, letter in zip(parameters, "abc", strict=False))
+    _SOURCE.append(_FUNCTION.format(name=name, result=c_types[result], parameters=given, statement=statement))
+    signature = f"{result}({', '.join(('uint64', *parameters))})"
+    return cuda.declare_device(f"proxyccl_{name}", signature, link=_LINKED)
 
 
 _RANGE = ("uint64", "uint64", "uint64")  # destination offset, source offset, size, in bytes
 
-put = _declare("put", "none", *_RANGE)
-signal = _declare("signal", "none")
-put_with_signal = _declare("put_with_signal", "none", *_RANGE)
-put_with_signal_and_flush = _declare("put_with_signal_and_flush", "boolean", *_RANGE)
-flush = _declare("flush", "boolean")
-wait = _declare("wait", "boolean")
-poll = _declare("poll", "boolean")
-ended = _declare("ended", "boolean")
-channel = _declare("channel", "uint64", "int64")
+put = _declare("put", "channel->put(a, b, c)", "none", _RANGE)
+signal = _declare("signal", "channel->signal()")
+put_with_signal = _declare("put_with_signal", "channel->putWithSignal(a, b, c)", "none", _RANGE)
+put_with_signal_and_flush = _declare(
+    "put_with_signal_and_flush", "*result = channel->putWithSignalAndFlush(a, b, c)", "boolean", _RANGE
+)
+flush = _declare("flush", "*result = channel->flush()", "boolean")
+wait = _declare("wait", "*result = channel->wait()", "boolean")
+poll = _declare("poll", "*result = channel->poll()", "boolean")
+ended = _declare("ended", "*result = aborted(channel->control)", "boolean")
+channel = _declare("channel", "*result = reinterpret_cast<uint64_t>(channel + a)", "uint64", ["int64"])
 
 
 def address(channels: ProxyChannel | ChannelSet[ProxyChannel]) -> int:

@@ -74,15 +74,10 @@ class Argument:
         return repr(self.value), getattr(self.value, "cache_key", "")
 
 
-def constant(value: Any) -> Argument:
-    """Makes the argument for a compile-time constant."""
-    return Argument(CONSTEXPR, value)
-
-
 def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
     """Makes a value's `Argument`. Raises ArgumentError for types that kernels can't take, and for another device."""
     if value is None:
-        return constant(None)
+        return Argument(CONSTEXPR, None)
     if isinstance(value, np.generic):  # checked first, because numpy scalars also offer the buffer protocol
         value = value.item()
     if isinstance(value, bool):

@@ -16,7 +16,7 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.runtime import StreamLike
 from proxyccl.triton import interpreter
-from proxyccl.triton.arguments import CONSTEXPR, Argument, annotated, as_argument, constant
+from proxyccl.triton.arguments import CONSTEXPR, Argument, annotated, as_argument
 from proxyccl.triton.basics import INTERPRETED
 from proxyccl.triton.compiled import Variant
 from triton.runtime.autotuner import Autotuner
@@ -150,7 +150,7 @@ class TritonKernel:
             raise ArgumentError("args", f"kernel {self.name}: {error}") from None
         bound.apply_defaults()
         return {
-            name: constant(value) if name in self._constants else self._argument(name, value)
+            name: Argument(CONSTEXPR, value) if name in self._constants else self._argument(name, value)
             for name, value in bound.arguments.items()
         }
 
@@ -221,7 +221,7 @@ class TritonKernel:
         if parameter.do_not_specialize or (argument.aligned and parameter.do_not_specialize_on_alignment):
             return Argument(argument.type, argument.value, argument.owner)
         is_one = argument.type in ("i32", "i64") and argument.value == 1
-        return constant(1) if is_one and not self._annotations[name] else argument
+        return Argument(CONSTEXPR, 1) if is_one and not self._annotations[name] else argument
 
     # -- the choice of a configuration ---
 

@@ -39,6 +39,7 @@ def _require(channel):
 
 @jit
 def _semaphore(channel):
+    _require(channel)
     return (
         pointer_at(channel, c.PROXY_SEMAPHORE_INBOUND_8),
         pointer_at(channel, c.PROXY_SEMAPHORE_EXPECTED_8),
@@ -114,6 +115,7 @@ def _wait_for_room(channel, control, ticket, slots):
 def _ring(channel):
     # Loads all fields of the handle that a push reads. After the push's first atomic, each load would wait for the
     # previous load.
+    _require(channel)
     return (
         pointer_at(channel, c.PROXY_FIFO_HEAD_8),
         pointer_at(channel, c.PROXY_FIFO_TAIL_CACHE_8),
@@ -126,7 +128,7 @@ def _ring(channel):
 @jit
 def _push_trigger(channel, ring, control, operation, dst_memory, dst_offset, src_memory, src_offset, size):
     # Takes a ticket, waits for room and stores the trigger. The cached tail may be loaded before the ticket is taken,
-    # because the tail only grows. Returns (ticket, pushed); `pushed` is 0 if the wait gave up, else 1.
+    # because the tail only grows. Returns the ticket, or NO_TICKET if the wait gave up.
     head, tail_cache, ring_slots, size_log2, number = ring
     known = load_relaxed_device(tail_cache)
     ticket = tl.atomic_add(head, u64(1), sem="relaxed", scope="gpu")
@@ -144,11 +146,6 @@ def _push_trigger(channel, ring, control, operation, dst_memory, dst_offset, src
         parity = ((ticket >> size_log2) & 1) ^ 1
         slot = ring_slots + ((ticket & (slots - 1)) * 2).to(tl.int64)
         store_trigger(slot, word0, word1 | (parity << c.PARITY_SHIFT))
-    return ticket, pushed
-
-
-@jit
-def _ticket(ticket, pushed):
     return tl.where(pushed != 0, ticket, u64(NO_TICKET))
 
 
@@ -156,7 +153,7 @@ def _ticket(ticket, pushed):
 def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, dst_memory, src_memory):
     # Pushes an operation that moves data. If one trigger can't move all data, pushes several triggers, and sets the
     # signal in the last one. For a get, the channel's destination memory is the source. Returns the last trigger's
-    # (ticket, pushed).
+    # ticket, or NO_TICKET if a trigger was not pushed.
     ring = _ring(channel)
     control = long_at(channel, c.PROXY_CONTROL_8)
     is_get: tl.constexpr = (operation & c.OP_GET) != 0
@@ -178,26 +175,17 @@ def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, d
         of_destination = u32(c.SM_OWN_MEMORY if is_get else c.SM_PEER_MEMORY)
         kind = tl.where(dst_fits, of_source, of_destination)
         _refuse(channel, operation, kind, tl.where(dst_fits, src_id, dst_id), tl.where(dst_fits, src, dst), left)
-    pushed = going
-    ticket = u64(0)
+    ticket = u64(NO_TICKET)
     while going != 0:
         is_last = left <= c.MAX_TRIGGER_BYTES
         piece = tl.where(is_last, left, u64(c.MAX_TRIGGER_BYTES))
         bits = tl.where(is_last, u32(operation), u32(operation & (c.OP_DATA | c.OP_GET)))
-        ticket, pushed = _push_trigger(channel, ring, control, bits, dst_id, dst, src_id, src, piece)
+        ticket = _push_trigger(channel, ring, control, bits, dst_id, dst, src_id, src, piece)
         dst += piece
         src += piece
         left -= piece
-        going = tl.where(is_last, 0, pushed).to(tl.int32)
-    return ticket, pushed
-
-
-@jit
-def _push_word(channel, operation: tl.constexpr):
-    zero = u64(0)
-    return _push_trigger(
-        channel, _ring(channel), long_at(channel, c.PROXY_CONTROL_8), u32(operation), u32(0), zero, u32(0), zero, zero
-    )
+        going = ((is_last == 0) & (ticket != u64(NO_TICKET))).to(tl.int32)
+    return ticket
 
 
 @jit
@@ -205,21 +193,20 @@ def _push_value(channel, operation: tl.constexpr, dst_memory, dst_offset, kind, 
     # Pushes a trigger that contains a value instead of a source. The size field holds the value's low half, and the
     # field of the source's offset holds the high half.
     low, high = value & 0xFFFFFFFF, value >> 32
-    return _push_trigger(
-        channel,
-        _ring(channel),
-        long_at(channel, c.PROXY_CONTROL_8),
-        u32(operation),
-        dst_memory,
-        dst_offset,
-        u32(kind),
-        high,
-        low,
-    )
+    ring = _ring(channel)
+    control = long_at(channel, c.PROXY_CONTROL_8)
+    return _push_trigger(channel, ring, control, u32(operation), dst_memory, dst_offset, u32(kind), high, low)
+
+
+@jit
+def _push_word(channel, operation: tl.constexpr):
+    # Pushes an operation without data.
+    return _push_value(channel, operation, u32(0), u64(0), 0, u64(0))
 
 
 @jit
 def _put_value(channel, operation: tl.constexpr, dst_offset, value, dtype: tl.constexpr):
+    _require(channel)
     typed = (tl.full([], 0, dtype) + value).to(dtype)
     tl.static_assert(not typed.type.is_block(), "expected one value")
     bits: tl.constexpr = typed.dtype.primitive_bitwidth
@@ -239,21 +226,20 @@ def _put_value(channel, operation: tl.constexpr, dst_offset, value, dtype: tl.co
     dst_id = number_at(channel, c.PROXY_DST_MEMORY_4)
     dst = u64(dst_offset)
     size = u64(bits // 8)
-    pushed = _reaches(channel, dst_id, dst, size).to(tl.int32)
-    ticket = u64(0)
-    if pushed != 0:
-        ticket, pushed = _push_value(channel, operation, dst_id, dst, kind, carried)
+    ticket = u64(NO_TICKET)
+    if _reaches(channel, dst_id, dst, size):
+        ticket = _push_value(channel, operation, dst_id, dst, kind, carried)
     else:
         _refuse(channel, operation, u32(c.SM_PEER_MEMORY), dst_id, dst, size)
-    return _ticket(ticket, pushed)
+    return ticket
 
 
 @jit
-def _wait_for_ticket(channel, ticket, pushed, word: tl.constexpr, kind: tl.constexpr):
+def _wait_for_ticket(channel, ticket, word: tl.constexpr, kind: tl.constexpr):
     # Waits until `word` exceeds the ticket. The engine stores the number of flushed triggers, or of complete triggers,
     # in `word`.
-    done = pushed
-    if pushed != 0:
+    done = (ticket != u64(NO_TICKET)).to(tl.int32)
+    if done != 0:
         done = wait_at_least(
             pointer_at(channel, word),
             ticket + 1,
@@ -279,9 +265,7 @@ def put(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
         dst_memory: ``RegisteredMemory.peer_id(peer)`` of another memory of the peer; None for the channel's memory.
         src_memory: ``RegisteredMemory.source_id(peer)`` of another local memory; None for the channel's memory.
     """
-    _require(channel)
-    ticket, pushed = _push_data(channel, c.OP_DATA, dst_offset, src_offset, size, dst_memory, src_memory)
-    return _ticket(ticket, pushed)
+    return _push_data(channel, c.OP_DATA, dst_offset, src_offset, size, dst_memory, src_memory)
 
 
 @jit
@@ -298,9 +282,7 @@ def get(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
         dst_memory: ``RegisteredMemory.source_id(peer)`` of another local memory; None for the channel's memory.
         src_memory: ``RegisteredMemory.peer_id(peer)`` of another memory of the peer; None for the channel's memory.
     """
-    _require(channel)
-    ticket, pushed = _push_data(channel, c.OP_DATA | c.OP_GET, dst_offset, src_offset, size, dst_memory, src_memory)
-    return _ticket(ticket, pushed)
+    return _push_data(channel, c.OP_DATA | c.OP_GET, dst_offset, src_offset, size, dst_memory, src_memory)
 
 
 @jit
@@ -312,14 +294,12 @@ def put_value(channel, dst_offset, value, dtype: tl.constexpr):
         value: a number.
         dtype: the type of the number, of 1, 2, 4 or 8 bytes.
     """
-    _require(channel)
     return _put_value(channel, c.OP_DATA, dst_offset, value, dtype)
 
 
 @jit
 def put_value_with_signal(channel, dst_offset, value, dtype: tl.constexpr):
     """Combines `put_value` and a following `signal` in one operation. Takes the arguments of `put_value`."""
-    _require(channel)
     return _put_value(channel, c.OP_DATA | c.OP_SIGNAL, dst_offset, value, dtype)
 
 
@@ -331,7 +311,6 @@ def signal(channel, value=None):
         value: instead of adding one, sets the semaphore to this count, which has the effect of several signals. If the
             count does not exceed all earlier counts, the communicator ends with a TriggerError.
     """
-    _require(channel)
     if value is None:
         _push_word(channel, c.OP_SIGNAL)
     else:
@@ -341,18 +320,15 @@ def signal(channel, value=None):
 @jit
 def put_with_signal(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
     """Combines `put` and a following `signal` in one operation, which is faster. Takes the arguments of `put`."""
-    _require(channel)
-    ticket, pushed = _push_data(channel, c.OP_DATA | c.OP_SIGNAL, dst_offset, src_offset, size, dst_memory, src_memory)
-    return _ticket(ticket, pushed)
+    return _push_data(channel, c.OP_DATA | c.OP_SIGNAL, dst_offset, src_offset, size, dst_memory, src_memory)
 
 
 @jit
 def put_with_signal_and_flush(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
     """Combines `put`, `signal` and `flush` in one operation, with the arguments of `put` and the result of `flush`."""
-    _require(channel)
     operation: tl.constexpr = c.OP_DATA | c.OP_SIGNAL | c.OP_FLUSH
-    ticket, pushed = _push_data(channel, operation, dst_offset, src_offset, size, dst_memory, src_memory)
-    return _wait_for_ticket(channel, ticket, pushed, c.PROXY_FLUSHED_8, c.WAIT_FLUSH)
+    ticket = _push_data(channel, operation, dst_offset, src_offset, size, dst_memory, src_memory)
+    return _wait_for_ticket(channel, ticket, c.PROXY_FLUSHED_8, c.WAIT_FLUSH)
 
 
 @jit
@@ -363,9 +339,7 @@ def flush(channel):
 
     Returns True, or False if the communicator has ended or the time-out has passed; the kernel should then return.
     """
-    _require(channel)
-    ticket, pushed = _push_word(channel, c.OP_FLUSH)
-    return _wait_for_ticket(channel, ticket, pushed, c.PROXY_FLUSHED_8, c.WAIT_FLUSH)
+    return _wait_for_ticket(channel, _push_word(channel, c.OP_FLUSH), c.PROXY_FLUSHED_8, c.WAIT_FLUSH)
 
 
 @jit
@@ -374,9 +348,7 @@ def flush_async(channel):
 
     Returns the flush's ticket, which `is_flushed` and `wait_flushed` take.
     """
-    _require(channel)
-    ticket, pushed = _push_word(channel, c.OP_FLUSH)
-    return _ticket(ticket, pushed)
+    return _push_word(channel, c.OP_FLUSH)
 
 
 @jit
@@ -395,8 +367,7 @@ def is_flushed(channel, ticket):
 def wait_flushed(channel, ticket):
     """Waits for the flush with this ticket. Returns what `flush` returns."""
     _require(channel)
-    pushed = (ticket != u64(NO_TICKET)).to(tl.int32)
-    return _wait_for_ticket(channel, ticket, pushed, c.PROXY_FLUSHED_8, c.WAIT_FLUSH)
+    return _wait_for_ticket(channel, ticket, c.PROXY_FLUSHED_8, c.WAIT_FLUSH)
 
 
 @jit
@@ -413,8 +384,7 @@ def wait_complete(channel, ticket):
     has ended or the time-out has passed; the kernel should then return.
     """
     _require(channel)
-    pushed = (ticket != u64(NO_TICKET)).to(tl.int32)
-    return _wait_for_ticket(channel, ticket, pushed, c.PROXY_COMPLETED_8, c.WAIT_COMPLETION)
+    return _wait_for_ticket(channel, ticket, c.PROXY_COMPLETED_8, c.WAIT_COMPLETION)
 
 
 @jit
@@ -426,7 +396,6 @@ def wait(channel):
 
     Returns True, or False if the communicator has ended or the time-out has passed; the kernel should then return.
     """
-    _require(channel)
     return wait_for_signal(_semaphore(channel))
 
 
@@ -438,7 +407,6 @@ def wait_until(channel, value):
         value: the number of signals since the channel was made. If this number of signals was consumed before, returns
             immediately.
     """
-    _require(channel)
     return wait_for_count(_semaphore(channel), value)
 
 

@@ -1,5 +1,5 @@
-"""Implements counting semaphores between two ranks, as shared_semaphore.h does in C++. Only one program at a time may
-wait on a semaphore, and only one program at a time may signal it.
+"""Implements waits for counting semaphores between two ranks, as shared_semaphore.h does in C++. Only one program at a
+time may wait on a semaphore.
 
 Counters only grow and are never reset, so a captured graph can be replayed.
 
@@ -15,14 +15,7 @@ from typing import Any
 import triton.language as tl
 from proxyccl.triton import layout as c
 from proxyccl.triton.basics import INTERPRETED, jit, u32, u64
-from proxyccl.triton.target import (
-    load_acquire_system,
-    load_relaxed_device,
-    pause,
-    store_relaxed_system,
-    store_release_system,
-    sync_threads_system,
-)
+from proxyccl.triton.target import load_acquire_system, load_relaxed_device, pause
 from proxyccl.triton.waits import record_error, wait_at_least
 
 if INTERPRETED:
@@ -85,38 +78,3 @@ def poll_for_signal(inbound, expected):
         pause(0)
     tl.debug_barrier()
     return came
-
-
-@jit
-def signal_peer(remote_inbound, outbound):
-    """Adds one to the peer's semaphore, with release order after the stores of all threads of the program."""
-    sync_threads_system()
-    sent = load_relaxed_device(outbound) + 1
-    store_release_system(remote_inbound, sent)
-    tl.store(outbound, sent)
-    tl.debug_barrier()
-
-
-@jit
-def signal_peer_up_to(remote_inbound, outbound, control, kind, peer, channel, count):
-    """Sets the peer's semaphore to a count, with release order after the stores of all threads of the program. If the
-    count does not exceed all earlier counts, ends the communicator.
-    """
-    sync_threads_system()
-    target = u64(count)
-    sent = load_relaxed_device(outbound)
-    if target > sent:
-        store_release_system(remote_inbound, target)
-        tl.store(outbound, target)
-    else:
-        record_error(control, u32(c.ERROR_SIGNAL_VALUE), kind, peer, channel, sent, target, u32(0), u64(0), u64(0))
-    tl.debug_barrier()
-
-
-@jit
-def signal_peer_relaxed(remote_inbound, outbound):
-    """Adds one to the peer's semaphore without ordering any stores, for a signal that announces no data."""
-    sent = load_relaxed_device(outbound) + 1
-    store_relaxed_system(remote_inbound, sent)
-    tl.store(outbound, sent)
-    tl.debug_barrier()

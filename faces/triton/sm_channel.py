@@ -9,15 +9,18 @@ from __future__ import annotations
 import triton.language as tl
 from proxyccl.triton import layout as c
 from proxyccl.triton.basics import jit, long_at, longs_at, number_at, pointer_at, u32, u64
-from proxyccl.triton.semaphores import (
-    poll_for_signal,
-    signal_peer,
-    signal_peer_relaxed,
-    signal_peer_up_to,
-    wait_for_count,
-    wait_for_signal,
+from proxyccl.triton.semaphores import poll_for_signal, wait_for_count, wait_for_signal
+from proxyccl.triton.target import (
+    SPINS_PER_CHECK,
+    load_packets,
+    load_relaxed_device,
+    pause,
+    spin_for_packets,
+    store_packets,
+    store_relaxed_system,
+    store_release_system,
+    sync_threads_system,
 )
-from proxyccl.triton.target import SPINS_PER_CHECK, load_packets, pause, spin_for_packets, store_packets
 from proxyccl.triton.waits import aborted, check_wait, record_error
 
 PACKET_BYTES = tl.constexpr(8)
@@ -33,6 +36,7 @@ def _require(channel):
 
 @jit
 def _semaphore(channel):
+    _require(channel)
     return (
         pointer_at(channel, c.SM_SEMAPHORE_INBOUND_8),
         pointer_at(channel, c.SM_SEMAPHORE_EXPECTED_8),
@@ -41,6 +45,13 @@ def _semaphore(channel):
         number_at(channel, c.SM_PEER_4),
         number_at(channel, c.SM_CHANNEL_4),
     )
+
+
+@jit
+def _outgoing(channel):
+    # Returns pointers to the peer's count of this rank's signals, and to this rank's own count of them.
+    _require(channel)
+    return pointer_at(channel, c.SM_SEMAPHORE_REMOTE_INBOUND_8), pointer_at(channel, c.SM_SEMAPHORE_OUTBOUND_8)
 
 
 @jit
@@ -71,43 +82,43 @@ def sm_signal(channel, value=None):
         value: instead of adding one, sets the semaphore to this count, which has the effect of several signals. If the
             count does not exceed all earlier counts, the communicator ends with a TriggerError.
     """
-    _require(channel)
+    remote_inbound, outbound = _outgoing(channel)
+    sync_threads_system()
+    sent = load_relaxed_device(outbound)
     if value is None:
-        signal_peer(
-            pointer_at(channel, c.SM_SEMAPHORE_REMOTE_INBOUND_8), pointer_at(channel, c.SM_SEMAPHORE_OUTBOUND_8)
-        )
+        store_release_system(remote_inbound, sent + 1)
+        tl.store(outbound, sent + 1)
     else:
-        signal_peer_up_to(
-            pointer_at(channel, c.SM_SEMAPHORE_REMOTE_INBOUND_8),
-            pointer_at(channel, c.SM_SEMAPHORE_OUTBOUND_8),
-            long_at(channel, c.SM_CONTROL_8),
-            u32(c.WAIT_SM_SIGNAL),
-            number_at(channel, c.SM_PEER_4),
-            number_at(channel, c.SM_CHANNEL_4),
-            value,
-        )
+        target = u64(value)
+        if target > sent:
+            store_release_system(remote_inbound, target)
+            tl.store(outbound, target)
+        else:
+            control, peer = long_at(channel, c.SM_CONTROL_8), number_at(channel, c.SM_PEER_4)
+            number, code, kind = number_at(channel, c.SM_CHANNEL_4), u32(c.ERROR_SIGNAL_VALUE), u32(c.WAIT_SM_SIGNAL)
+            record_error(control, code, kind, peer, number, sent, target, u32(0), u64(0), u64(0))
+    tl.debug_barrier()
 
 
 @jit
 def sm_relaxed_signal(channel):
     """Adds one to the peer's semaphore without ordering any stores, for a signal that announces no data."""
-    _require(channel)
-    signal_peer_relaxed(
-        pointer_at(channel, c.SM_SEMAPHORE_REMOTE_INBOUND_8), pointer_at(channel, c.SM_SEMAPHORE_OUTBOUND_8)
-    )
+    remote_inbound, outbound = _outgoing(channel)
+    sent = load_relaxed_device(outbound) + 1
+    store_relaxed_system(remote_inbound, sent)
+    tl.store(outbound, sent)
+    tl.debug_barrier()
 
 
 @jit
 def sm_wait(channel):
     """Waits for the peer's next signal and consumes the signal, as `wait` does for a ProxyChannel."""
-    _require(channel)
     return wait_for_signal(_semaphore(channel))
 
 
 @jit
 def sm_wait_until(channel, value):
     """Waits until the number of the peer's signals has reached a count, as `wait_until` does for a ProxyChannel."""
-    _require(channel)
     return wait_for_count(_semaphore(channel), value)
 
 

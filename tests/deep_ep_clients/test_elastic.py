@@ -323,7 +323,7 @@ def test_streams_are_told_of_all_tensors_that_a_handle_keeps(one: Ranks) -> None
         kept = [
             handle.topk_idx,
             handle.num_unaligned_recv_tokens_per_expert,
-            *(block[0] for block in handle.routing.desc.blocks),
+            *handle.routing.desc.held,
         ]
         recorded = {tensor.data_ptr() for tensor in connected._tensors((mixture.tokens, [handle]))}
         assert recorded == {tensor.data_ptr() for tensor in (mixture.tokens, *kept)}

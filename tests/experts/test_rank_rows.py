@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, CapacityError, Communicator, EPAll2AllLayer
 from proxyccl.channels.expert_parallel import geometry, recording
-from proxyccl.channels.expert_parallel.config import EPConfig
+from proxyccl.channels.expert_parallel.options import LayerOptions
 from proxyccl.device._native import lib
 from support.cases.expert_worlds import World, WorldOptions, open_world, params, world_name
 from support.cases.reference import computed_once, numpy_dtype
@@ -367,10 +367,8 @@ def test_blocks_announce_shares_of_many_tokens(max_recv_tokens: int | None) -> N
 
 def test_masks_are_for_as_many_ranks_as_a_word_has_bits() -> None:
     def packets(ranks: int, tokens: int, buffers: int = 0) -> int:
-        config = EPConfig(tokens, 8, 4, ranks, 0, ranks, ranks)
-        layout = geometry.OutputLayout(chosen_per_rank=2, buffers=buffers, buffer_rows=ranks * tokens)
-        shape = geometry.WorkspaceShape(config, blocks=4, threads=512, layout=layout)
-        made = geometry.Geometry(shape, nodes=1, local_size=ranks)
+        options = LayerOptions(tokens, 8, 4, 0, 2 * ranks, ranks, ranks, layout="rank", output_buffers=buffers)
+        made = geometry.Geometry(options, blocks=4, threads=512, nodes=1, local_size=ranks)
         return int(made.experts.choice_packets)
 
     assert packets(64, 8) == 1 + 64

@@ -170,8 +170,11 @@ class Combine {
         row_bytes_(call.hidden * sizeof(T)),
         stride_(rowStride(row_bytes_) + kMaxPieces * sizeof(float)),
         own_(Segment::of(call.tokens, block, experts.blocks)) {
-    for (uint32_t s = threadIdx.x; s < experts.world_size; s += blockDim.x)
-      setSegment(s, static_cast<uint32_t>(call.layout.tokens[s]));
+    for (uint32_t s = threadIdx.x; s < experts.world_size; s += blockDim.x) {
+      const uint32_t tokens = static_cast<uint32_t>(call.layout.tokens[s]);
+      team_.segmentOf(s) = Segment::of(tokens, block_, team_->blocks);
+      if (team_->nodes > 1) team_.batchFrom(s) = team_.batchOf(tokens, block_);
+    }
     team_.loadLookup();
   }
 
@@ -358,10 +361,6 @@ class Combine {
   }
   PROXYCCL_DEVICE uint64_t partialRow(uint32_t segment, uint32_t place) const {
     return segment * team_->return_segment_bytes + place * stride_;
-  }
-  PROXYCCL_DEVICE void setSegment(uint32_t source, uint32_t tokens) const {
-    team_.segmentOf(source) = Segment::of(tokens, block_, team_->blocks);
-    if (team_->nodes > 1) team_.batchFrom(source) = team_.batchOf(tokens, block_);
   }
   // Returns the array of the positions that the rows of a source's tokens have in their batches.
   PROXYCCL_DEVICE const int32_t* placesOf(uint32_t source) const {
@@ -597,7 +596,8 @@ PROXYCCL_DEVICE void combineBlock(const ProxycclExperts& experts, const Proxyccl
   }
   if (receives) combine.acknowledge();
   combine.awaitLoaded();
-  finishExperts(experts, &experts.counters->combines, receives);
+  __syncthreads();
+  if (threadIdx.x == 0 && receives) advance(experts, &experts.counters->combines);
 }
 
 template <class T>

@@ -73,7 +73,7 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
 // layer needs few of them.
 template <class T>
 PROXYCCL_DEVICE void dispatch(const ProxycclExperts& experts, const ProxycclDispatch& call) {
-  dispatchExperts<DispatchMode<void, T>>(experts, call);
+  dispatchExperts<DispatchMode<Announcement, T>>(experts, call);
 }
 template <class T>
 PROXYCCL_DEVICE void dispatch_ids(const ProxycclExperts& experts, const ProxycclDispatch& call) {

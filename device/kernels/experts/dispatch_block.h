@@ -17,24 +17,15 @@ constexpr bool kIsSame = false;
 template <class T>
 constexpr bool kIsSame<T, T> = true;
 
-// The variant of a dispatch kernel. A is the class of the kernel's announcement, or void if the kernel sends counts;
-// announcements need a single node. T is the type of the elements that the kernel converts to float8 in output buffers,
-// or uint8_t if it stores rows unchanged. A kernel with kOnlyStores has less code, because it serves only dispatches
-// that one launch completes and whose rows go to output buffers.
+// The variant of a dispatch kernel. A is the class of the kernel's announcement, or `Announcement` if the kernel sends
+// counts; announcements need a single node. T is the type of the elements that the kernel converts to float8 in output
+// buffers, or uint8_t if it stores rows unchanged. A kernel with kOnlyStores has less code, because it serves only
+// dispatches that one launch completes and whose rows go to output buffers.
 template <class A, class T, bool kOnlyStores = false>
 struct DispatchMode {
   using Announces = A;
   using Quantized = T;
   static constexpr bool kStores = kOnlyStores;
-};
-
-template <class A>
-struct AnnouncementIf {
-  using Type = A;
-};
-template <>
-struct AnnouncementIf<void> {
-  using Type = Announcement;  // an empty type
 };
 
 template <class Mode>
@@ -438,16 +429,8 @@ class Dispatch {
   PROXYCCL_DEVICE bool tellsChosen() const {
     return team_->chosen_per_rank != 0 && call_.phases & PROXYCCL_EXPERT_TELL;
   }
-  // Called by a group of each block: does the work of writeCounts() in a dispatch by announcements.
-  PROXYCCL_DEVICE void writeAnnouncedCounts(const Group& group, uint32_t rows) const {
-    awaitPreviousReaders(group);
-    if constexpr (kMasks) {
-      if (blockIdx.x == 0) writeMaskCounts(group, rows);
-    } else {
-      writeIdCounts(group, rows);
-    }
-  }
-  // Counts the choices of each source: block b handles sources b, b + segments, …; the last block also counts the
+  // Called by a group of each block: do the work of writeCounts() in a dispatch by announcements. writeIdCounts()
+  // counts the choices of each source: block b handles sources b, b + segments, …; the last block also counts the
   // choices of all sources together.
   PROXYCCL_DEVICE void writeIdCounts(const Group& group, uint32_t rows) const;
   PROXYCCL_DEVICE void writeMaskCounts(const Group& group, uint32_t rows) const;
@@ -679,7 +662,7 @@ class Dispatch {
   const ProxycclDispatch& call_;
   const uint64_t number_;
   const Choices choices_;
-  const typename AnnouncementIf<typename Mode::Announces>::Type announced_;
+  const typename Mode::Announces announced_;
   const uint32_t inbox_;
   const uint32_t segment_, topk_;
   const Segment own_;

@@ -20,7 +20,10 @@ PROXYCCL_DEVICE void Dispatch<Mode>::receive(const Group& group, uint32_t* next_
   for (;;) {
     uint32_t next = group.next(next_item);
     if (counts && next-- == 0) {
-      if constexpr (kAnnounced) writeAnnouncedCounts(group, gathered.rows);
+      if constexpr (kAnnounced) awaitPreviousReaders(group);
+      if constexpr (kIds) writeIdCounts(group, gathered.rows);
+      if constexpr (kMasks)
+        if (blockIdx.x == 0) writeMaskCounts(group, gathered.rows);
     } else if (next < copies) {
       // This rank's own rows come first, because they need no wait. In a dispatch by counts, the rows of all other
       // ranks arrive one by one, so the sources are served in turn. In a dispatch by announcements, all rows of a

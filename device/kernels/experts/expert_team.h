@@ -48,16 +48,15 @@ struct GroupSpace {
   int32_t row[PROXYCCL_MAX_TOPK];
   uint32_t count;
 };
-PROXYCCL_DEVICE GroupSpace* groupSpaces() {
-  __shared__ GroupSpace spaces[kMaxGroups];
-  return spaces;
-}
 
 struct Group {
   uint32_t number, lane;
   PROXYCCL_DEVICE Group() : number(threadIdx.x / kGroupLanes), lane(threadIdx.x % kGroupLanes) {}
   static PROXYCCL_DEVICE uint32_t count() { return PROXYCCL_ON_HOST ? blockDim.x : kMaxGroups; }
-  PROXYCCL_DEVICE GroupSpace& space() const { return groupSpaces()[number]; }
+  PROXYCCL_DEVICE GroupSpace& space() const {
+    __shared__ GroupSpace spaces[kMaxGroups];
+    return spaces[number];
+  }
   // Returns whether test(i) is true for any i < n. One thread tests each i.
   template <class Test>
   PROXYCCL_DEVICE bool any(uint32_t n, Test test) const {
@@ -390,11 +389,6 @@ PROXYCCL_DEVICE bool advance(const ProxycclExperts& e, uint64_t* calls) {
   storeRelaxedDevice<uint32_t>(&e.counters->blocks_done, 0);
   storeRelaxedDevice<uint64_t>(calls, *calls + 1);
   return true;
-}
-// Ends a kernel; `last` tells whether this is the last kernel of the call.
-PROXYCCL_DEVICE void finishExperts(const ProxycclExperts& e, uint64_t* calls, bool last) {
-  __syncthreads();
-  if (threadIdx.x == 0 && last) advance(e, calls);
 }
 
 // The type of a kernel's second parameter; the first is ProxycclExperts.
