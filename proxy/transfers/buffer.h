@@ -1,6 +1,5 @@
 /* A growable byte buffer. */
-#ifndef PROXYCCL_TRANSFER_BUFFER_H
-#define PROXYCCL_TRANSFER_BUFFER_H
+#pragma once
 
 #include <stdlib.h>
 #include <string.h>
@@ -34,5 +33,3 @@ static inline void buffer_free(Buffer *buffer) {
   free(buffer->bytes);
   *buffer = (Buffer){0};
 }
-
-#endif

@@ -3,8 +3,7 @@
  * The agent's mutex protects all fields except those that are described as atomic. Copies run without the mutex; each
  * transfer counts its running copies.
  */
-#ifndef PROXYCCL_TRANSFER_PARTS_H
-#define PROXYCCL_TRANSFER_PARTS_H
+#pragma once
 
 #include <pthread.h>
 #include <signal.h>
@@ -473,5 +472,3 @@ uint64_t transfers_pause(const ProxycclAgent *agent); /* returns the ns until th
 
 /* The paths (copy_path.c, socket_path.c, fabric_path.c, device_path.c, staged_path.c) and thread.c come after these
  * files, and declare no functions here. */
-
-#endif

@@ -1,7 +1,6 @@
 /* Linked lists: elements are appended at the end and taken from the start. An element begins with a Node, and is in at
  * most one list. */
-#ifndef PROXYCCL_TRANSFER_QUEUE_H
-#define PROXYCCL_TRANSFER_QUEUE_H
+#pragma once
 
 #include <stddef.h>
 
@@ -39,5 +38,3 @@ static inline void *queue_pop(Queue *queue) {
   if (node != NULL) queue_remove(queue, node);
   return node;
 }
-
-#endif

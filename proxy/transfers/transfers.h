@@ -8,8 +8,7 @@
  *
  * Every function may be called from any thread at any time. No function waits for a peer without a time limit.
  */
-#ifndef PROXYCCL_TRANSFERS_H
-#define PROXYCCL_TRANSFERS_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -304,5 +303,3 @@ ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer);
  * state, which is ACTIVE after a time-out. The wait exceeds the time-out by at most the time to copy one piece. */
 ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_t timeout_ns);
 ProxycclOutcome proxyccl_transfer_outcome(const ProxycclTransfer *transfer);
-
-#endif
