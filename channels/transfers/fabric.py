@@ -14,7 +14,7 @@ from proxyccl.channels.transfers.blocks import Rows, joined
 from proxyccl.channels.transfers.copier import Stages, Table
 from proxyccl.channels.transfers.device_memory import runtime_name
 from proxyccl.channels.transfers.errors import NoPathError
-from proxyccl.channels.transfers.regions import DRAM, Region, end_of, holder_of
+from proxyccl.channels.transfers.regions import DRAM, Region, end_of, holder_of, outermost
 from proxyccl.device.errors import ProxyCCLError, RuntimeUnavailableError
 from proxyccl.device.process import forks
 from proxyccl.device.process.left_behind import take_each
@@ -65,10 +65,7 @@ class Keys:
                     (key.region.address, end_of(key.region), key.address, key.key) for key in self._keys.values()
                 )
                 table = np.array(rows, np.uint64).reshape(-1, 4)
-                # If a block lies in any region, it lies in the last region that starts at or before the block, of the
-                # regions that extend beyond all regions before them.
-                ends = np.maximum.accumulate(table[:, 1])
-                table = table[np.append(True, ends[1:] > ends[:-1])[: len(table)]]
+                table = table[outermost(table[:, 1])]
                 self._sorted = np.ascontiguousarray(table[:, 0]), table
             starts, table = self._sorted
         at = np.searchsorted(starts, addresses, "right") - 1

@@ -208,9 +208,7 @@ class View:
     def __init__(self, starts: Rows, ends: Rows, numbers: Rows, regions: NDArray[np.object_]) -> None:
         self.starts = np.ascontiguousarray(starts)
         self.ends = np.maximum.accumulate(ends)
-        # `chosen` selects the regions that extend beyond all regions before them. If a block lies in any region, it
-        # lies in the last chosen region that starts at or before the block.
-        chosen = np.append(True, ends[1:] > self.ends[:-1])[: len(ends)]
+        chosen = outermost(ends)
         self._starts, self._numbers, self._regions = self.starts[chosen], numbers[chosen], regions[chosen]
 
     def find_outside(self, addresses: Rows, nbytes: Rows) -> int | None:
@@ -240,6 +238,13 @@ def holder_of(addresses: Rows, holders: Sequence[Region]) -> NDArray[np.intp]:
     """Returns for each block the index in `holders` (see `View.holders`) of the region that contains it."""
     starts = np.array([region.address for region in holders], np.uint64)
     return np.searchsorted(starts, addresses, "right") - 1
+
+
+def outermost(ends: Rows) -> NDArray[np.bool_]:
+    """Selects the regions that extend beyond all regions before them; `ends` are the ends of regions sorted by their
+    starts. If a block lies in any region, it lies in the last selected region that starts at or before the block.
+    """
+    return np.append(True, ends[1:] > np.maximum.accumulate(ends)[:-1])[: len(ends)]
 
 
 def end_of(region: Region) -> int:
