@@ -52,7 +52,8 @@ typedef struct FlowCalls {
   PyObject* launchable; /* the owner of `launch` and `flows` */
   ProxycclLaunch* launch;
   ProxycclFlows* flows;                   /* the argument of `launch` */
-  uint64_t bytes_per_lane, bytes_at_once; /* a lane's bytes; a lane's bytes in lines, which a block sends at once */
+  uint64_t bytes_per_lane, bytes_at_once; /* a call takes a further lane for this number of bytes; the second is for
+                                             calls in lines, of which a block's threads send this number at once */
   const ProxycclStreamOrder* streams;
   const ProxycclControl* control;
   uintptr_t thread_stream; /* the handle of the per-thread default stream; NO_STREAM if there is none */

@@ -44,8 +44,8 @@ its stores have arrived. A proxy's pieces take longer, and more of them should b
 _THREADS = 256
 _LEAST_SLOT_BYTES = 1024
 _MOST_LINE_BYTES, _LINE_PART, _LINE_UNIT = 32 << 10, 4, 2048
-"""The most bytes of a slot's lines, which take at most a quarter of the slot; and the unit of these bytes, whose data
-is a multiple of 128 bytes.
+"""The most bytes of a slot's lines; the least size of a slot as a multiple of its lines' size; and a number of which
+the lines' size is a multiple, so that the size of the data in the lines is a multiple of 128 bytes.
 """
 _NO_STREAM = 2**64 - 1
 
@@ -132,7 +132,7 @@ class Flows:
         self._idle_streams: list[Stream] = []
         lock = threading.Lock()
         group.launches.locks.append(lock)
-        at_once = line_data_bytes(threads * LINE_PACKETS * PACKET_BYTES)
+        at_once = min(flows.line_bytes, line_data_bytes(threads * LINE_PACKETS * PACKET_BYTES))
         self.calls = self._make_calls(group, lock, (4 * defaults.bytes_per_block, at_once))
 
     def _make_calls(self, group: Group, lock: threading.Lock, bytes_per_lane: tuple[int, int]) -> FlowCalls:
