@@ -165,7 +165,8 @@ class LaunchDefaults(Struct, frozen=True):
     data_bytes: int
     result_bytes: int  # bytes, from all other ranks together, that a rank receives as results of a piece
     flow_bytes: int  # bytes of all slots in which a rank receives transfers (flows.h)
-    meeting_bytes: int  # least bytes of a share for which ranks exchange the addresses of their outputs before sending
+    # Least bytes of a share for which each rank tells the others the address of its output before they send.
+    meeting_bytes: int
     offered_bytes: int  # most bytes of an in-place all_reduce in which each rank loads the other ranks' inputs directly
     # Longest share, in bytes, that a kernel sends through the proxy to ranks of other nodes by default. Schedules send
     # longer shares, without staging. 0: kernels send none.

@@ -32,7 +32,7 @@ class ProxiedStruct(bytes):
     sleepers: Sleepers | None = None
     pointers: tuple[int, ...] = ()  # the offsets, in bytes, of pointers to a call's arrays
     # Offset in the struct, in bytes, of a table with one address per rank: the address at which that rank's kernels
-    # access a call's output. None if there is no table, or if the call leaves the table null.
+    # access a call's output. None if the struct has no table, or if the call passes no table.
     peers_words: int | None = None
 
     @classmethod

@@ -652,8 +652,7 @@ class EPAll2AllLayer:
         if recorder is not None and out is not None:
             refuse_recording("out")
         stream, combining = pending.stream if stream is None else stream, self.combining
-        end, combining.call = combining.end, None
-        combining.end = None
+        end, combining.call, combining.end = combining.end, None, None
         try:
             if recorder is None:
                 return pending.receive(stream, out)

@@ -115,7 +115,7 @@ class NormedRow {
   PROXYCCL_DEVICE Payload load(uint32_t epoch, uint32_t p, uint64_t row) const {
     return row < rows_.rows ? loadFrom(rows_.x + row * rows_.width, inRow(epoch, p)) : Payload{};
   }
-  // Brings the block's next row of the residual, and the row after it of `x`, into the cache.
+  // Brings packet p of the block's next row of the residual, and of the row after that of `x`, into the cache.
   PROXYCCL_DEVICE void prefetchRows(uint32_t epoch, uint32_t p) const {
     const uint64_t stride = gridDim.x / kBlocks * static_cast<uint64_t>(rows_.width);
     Form::forChunks(inRow(epoch, p), rows_.share, [&](uint32_t, uint32_t chunk) {
