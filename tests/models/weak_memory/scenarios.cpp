@@ -1,5 +1,7 @@
 // Scenarios, whose threads call the shipped device code and the shipped engine. This file adds only the driver's
 // actions and the program's accesses to its data.
+#include <cstdlib>
+
 #include "scenario.h"
 
 #include "proxyccl/packet.h"
@@ -249,7 +251,7 @@ struct ChannelScenario {
     static ProxycclConnection* connection;
     static const ProxycclRuntimeTable runtime = {Stream::copy, Stream::write64, nullptr, Stream::record, Stream::query};
     static const ProxycclCopyOptions options = {&stream, &stream};
-    if (connection != nullptr) connection->transport->destroy(connection);
+    std::free(connection);  // all that a copy connection owns; the transport has no `destroy`
     const char* refused;
     connection = proxyccl_copy_transport.create(&options, &runtime, &refused);
     const ProxycclFifo fifo = beginRing(1, connection, 1);
