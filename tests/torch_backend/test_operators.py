@@ -16,10 +16,22 @@ from support.torch_groups import run  # noqa: E402
 
 EPS = 1e-6
 _numbers = itertools.count()  # makes new names for groups, because torch keeps used names
+_registered: dict[str, dist.ProcessGroup] = {}  # torch's registry does not keep groups
 
 
 def rows(rank: int, width: int = 48) -> Any:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)
+
+
+def torch_group(group: Any) -> dist.ProcessGroup:
+    """Returns a torch process group whose backend is `group`; before torch 2.15, `group` itself is one."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    wrapper = dist.ProcessGroup(dist.HashStore(), group.rank(), group.size())
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    wrapper._register_backend(torch.device("cpu"), kind, group)
+    wrapper._set_default_backend(kind)
+    return wrapper
 
 
 def named(group: Any) -> str:
@@ -27,7 +39,8 @@ def named(group: Any) -> str:
     threads.
     """
     name = f"{next(_numbers)} of rank {group.rank()}"
-    torch._C._distributed_c10d._register_process_group(name, group)
+    _registered[name] = torch_group(group)
+    torch._C._distributed_c10d._register_process_group(name, _registered[name])
     return name
 
 
@@ -119,7 +132,7 @@ def test_the_fake_operator_agrees_with_the_real_one() -> None:
 
 def test_a_groups_communicator_makes_its_calls() -> None:
     def body(group: Any) -> None:
-        comm = communicator_of(group, "cpu")
+        comm = communicator_of(torch_group(group), "cpu")
         assert comm is group.endpoints.made[0]
         x = torch.ones(3)
         comm.all_reduce(x)

@@ -130,13 +130,20 @@ def _tensors_on(number: int) -> type[torch.Tensor]:
             return number
 
         def record_stream(self, stream: _Stream) -> None:
-            """Does nothing: no caching allocator could reuse the memory early."""
+            """Does nothing: on_gpu keeps the memory."""
 
     return OnGpu
 
 
+_memory: list[torch.UntypedStorage] = []
+"""The memory of the current test's tensors. A GPU's allocator reuses memory in stream order; the CPU's allocator would
+reuse the memory of a deleted tensor at once, before queued work has read it.
+"""
+
+
 def on_gpu(tensor: torch.Tensor, device: int) -> torch.Tensor:
-    """Returns a tensor that claims to be on a device, with the memory of `tensor`."""
+    """Returns a tensor that claims to be on a device, with the memory of `tensor`. The memory is kept for the test."""
+    _memory.append(tensor.untyped_storage())
     return tensor.as_subclass(_tensors_on(device))
 
 
@@ -152,6 +159,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if not (_HIP_ON_HOST / "lib/libamdhip64.so").exists():
         pytest.skip("needs: make rocm-on-host")
+    _memory.clear()
     monkeypatch.setenv("ROCM_PATH", str(_HIP_ON_HOST))
     monkeypatch.setenv("PROXYCCL_PROXY", "thread")
     names = {
