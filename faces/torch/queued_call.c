@@ -265,12 +265,17 @@ static PyObject* all_tensors(PyObject* object) {
   return list;
 }
 
+static int has_ended(const QueuedCall* self) {
+  return self->mark != NULL && proxyccl_event_query(self->gpu->order, ((const StreamMark*)self->mark)->event) == 0;
+}
+
 /* Tells torch's allocator that the call's stream uses the tensors, so that their memory is not reused before the call
- * has ended. If the caller's stream has waited for the call, does nothing. */
+ * has ended. If the call has ended, or the caller's stream has waited for the call, does nothing. */
 static void record(PyObject* object) {
   QueuedCall* self = (QueuedCall*)object;
   if (!self->unrecorded) return;
   self->unrecorded = 0;
+  if (has_ended(self)) return;
   PyObject *type, *error, *traceback;
   PyErr_Fetch(&type, &error, &traceback);
   PyObject* tensors = all_tensors(object);

@@ -4,6 +4,7 @@ the host simulates the GPUs; the ranks are threads.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from proxyccl import ArgumentError, Communicator  # noqa: E402
 from proxyccl.device.gpu.stream_order import StreamOrder  # noqa: E402
 from proxyccl.torch._device_calls import ADDED_BETWEEN  # noqa: E402
 from support.fakes import torch_on_hip  # noqa: E402
+from support.running import wait_for  # noqa: E402
+from support.stream_words import wait_value  # noqa: E402
 from support.torch_groups import TIMEOUT, options, run  # noqa: E402
 
 RANKS = 2
@@ -372,7 +375,7 @@ def test_a_truth_value_is_not_taken_for_a_stream_after_calls_on_streams() -> Non
     on_gpus(body)
 
 
-def test_memory_is_recorded_on_the_groups_stream_only_if_nobody_has_waited() -> None:
+def test_memory_is_recorded_on_the_groups_stream_only_if_nobody_has_waited_and_the_call_has_not_ended() -> None:
     def body(group: Any) -> None:
         recorded: list[Any] = []
 
@@ -385,22 +388,28 @@ def test_memory_is_recorded_on_the_groups_stream_only_if_nobody_has_waited() -> 
             def record_stream(self, stream: Any) -> None:
                 recorded.append(stream.cuda_stream)
 
+        def free(works: list[Any]) -> None:
+            """Frees the Work in a list, to which nothing else refers."""
+            group.calls.unwaited.forget(works.pop())
+            all_reduce(group, x, waits=False).wait()  # making a Work drops Works that were forgotten
+            gc.collect()
+
         x = torch.ones(8).as_subclass(Noted)
+        runtime = communicator(group).runtime
+        word = runtime.allocate_pinned(8)
         for turn in range(3):
-            work = all_reduce(group, x, waits=False)
+            works = [all_reduce(group, x, waits=False)]
+            works[0].wait()
+            free(works)
+            works = [all_reduce(group, x, waits=False)]
+            wait_for(works[0].is_completed, "the end of the call")
+            free(works)
             assert len(recorded) == turn
-            work.wait()
-            del work
-            all_reduce(group, x, waits=False).wait()  # making a Work finishes the previous Work
-            gc.collect()
-            assert len(recorded) == turn
-            dropped = all_reduce(group, x, waits=False)
-            group.calls.unwaited.forget(dropped)
-            all_reduce(group, x, waits=False).wait()
-            del dropped
-            gc.collect()
+            wait_value(runtime, word.ptr, turn + 1, torch.cuda.current_stream(x.device).cuda_stream)
+            free([all_reduce(group, x, waits=False)])
+            ctypes.c_uint32.from_address(word.ptr).value = turn + 1
             assert recorded == [group.calls.gpus.of(x.device).own] * (turn + 1)
-        torch.cuda.current_stream(x.device).synchronize()
+            torch.cuda.current_stream(x.device).synchronize()
 
     on_gpus(body)
 
