@@ -3,16 +3,18 @@
 The program makes communicators of all ranks one after the other, and makes calls of some sizes on each. After each step
 it reads the device's free memory (cuMemGetInfo counts all processes, also that of the proxies) and the communicator's
 own account. Then it suspends and resumes the last communicator, which also has an array of `--array` MiB, and replays a
-graph that was captured before. The printed times are those of the slowest rank.
+graph that was captured before. On NVIDIA GPUs, as many communicators of NCCL then make the same calls. The times are
+those of the slowest rank.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mpi4py import MPI
+from nccl_communicators import Nccl, NcclCommunicator, NcclError
 from program import common_arguments, describe, end_if_it_hangs
 
 from proxyccl import Array, Communicator, Stream
@@ -83,6 +85,31 @@ def captured(comm: Communicator, stream: Stream, issue: Callable[[], object]) ->
     return replay
 
 
+def measure_nccl(steps: Steps, comm: Communicator, x: Array, sizes: Sequence[int], groups: int) -> str:
+    """Adds the steps of communicators of NCCL. Returns NCCL's version, or the reason why there are no such steps."""
+    if comm.runtime.name != "cuda":
+        return f"NCCL does not run on the {comm.runtime.name} runtime"
+    try:
+        nccl = Nccl()
+    except (OSError, NcclError) as error:
+        return f"without NCCL: {error}"
+    stream = comm.runtime.create_stream()
+    made: list[NcclCommunicator] = []
+
+    def all_reduce(nbytes: int) -> None:
+        made[-1].all_reduce(x.ptr, nbytes // 4, stream.handle)
+        stream.synchronize()
+
+    for number in range(groups):
+        steps.take(comm, f"NCCL {number}: made", lambda: made.append(nccl.communicator(MPI.COMM_WORLD)))
+        for nbytes in sizes:
+            step = f"NCCL {number}: all_reduce of {nbytes >> 10} KiB"
+            steps.take(comm, step, functools.partial(all_reduce, nbytes))
+    for number in reversed(range(groups)):
+        steps.take(comm, f"NCCL {number}: closed", made[number].close)
+    return f"NCCL {nccl.version}"
+
+
 def part_of(comm: Communicator, x: Array, count: int) -> Array:
     """Returns the first `count` elements of an array of float32."""
     return Array(comm.runtime, x.memory, (count,), as_dtype("float32"))
@@ -95,6 +122,7 @@ def main() -> None:
     arguments = parser.parse_args()
     end_if_it_hangs(arguments.seconds)
     steps, comms = Steps(), []
+    sizes = _SIZES[: 3 if arguments.quick else None]
     for number in range(arguments.groups):
         comm = Communicator.from_mpi(suspendable=number == arguments.groups - 1, timeout=60)
         comms.append(comm)
@@ -103,7 +131,7 @@ def main() -> None:
         x = comm.empty(max(_SIZES) // 4, "float32").fill(0)
         steps.take(comm, f"group {number}: made, with an array of {max(_SIZES) // _MIB} MiB", lambda: None)
         steps.take(comm, f"group {number}: barrier", comm.barrier)
-        for nbytes in _SIZES[: 3 if arguments.quick else None]:
+        for nbytes in sizes:
             part = part_of(comm, x, nbytes // 4)
             step = f"group {number}: all_reduce of {nbytes >> 10} KiB"
             steps.take(comm, step, functools.partial(comm.all_reduce, part))
@@ -121,7 +149,7 @@ def main() -> None:
         steps.take(comm, "graph replayed", replay)
         if set(part.numpy()) != {float(comm.world_size - 1)}:
             raise SystemExit(f"the replayed graph computed {part.numpy()}")
-    facts = describe(comm)
+    facts = {**describe(comm), "nccl": measure_nccl(steps, comm, x, sizes, arguments.groups)}
     for number in reversed(range(len(comms))):
         steps.take(comm, f"group {number}: closed", comms[number].close)
     if comm.rank == 0 and arguments.json:

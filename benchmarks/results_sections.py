@@ -1153,7 +1153,7 @@ def group_memory_section(result: Result) -> Section:
         *origin(result),
         "*device*: by how much the first GPU's free memory has shrunk since its rank made a context, which counts the "
         "proxies' process. *account*: `memory_usage()` of the step's communicator. Both include the arrays that the "
-        "program allocated. The second communicator is suspendable.",
+        f"program allocated. The second communicator is suspendable. {result.get('nccl', '')}",
         "",
     ]
     lines += table(
@@ -1165,6 +1165,11 @@ def group_memory_section(result: Result) -> Section:
     )
     ms = {step["step"]: step["ms"] for step in steps}  # of `resume`, the last, after suspend(save=False)
     summary = f"`suspend` takes {number(ms['suspend(save=False)'], 1)} ms, and `resume` {number(ms['resume'], 1)} ms"
+    device = {step["step"].partition(": all_reduce")[0]: step["device_mib"] for step in steps}  # after the last call
+    if "NCCL 1" in device:
+        made = next(step["device_mib"] for step in steps if step["step"].startswith("group 1: made"))
+        ours, theirs = device["group 1"] - made, device["NCCL 1"] - device["NCCL 0"]
+        summary += f"; a second communicator takes {number(ours, 0)} MiB, of NCCL {number(theirs, 0)} MiB"
     return Section(f"Device memory of communicators {place(result)}", summary, lines)
 
 
