@@ -15,6 +15,12 @@
 
 namespace proxyccl {
 
+// Whether a unit lies within an array of bytes that can be accessed as words of 4 bytes, such as a share of a gather of
+// float32 values.
+template <class T>
+PROXYCCL_DEVICE bool isInWords(const T* array, uint64_t count, uint64_t unit) {
+  return sizeof(T) == 1 && reinterpret_cast<uintptr_t>(array) % 4 == 0 && (unit + 1) * 16 <= count;
+}
 // Load and store a unit of array[count]; values beyond the end are loaded as zero and not stored. The last unit, and
 // all units of an unaligned array, are moved value by value, in a loop that is not unrolled, because the kernels
 // contain many copies of the code.
@@ -24,6 +30,7 @@ PROXYCCL_DEVICE Bytes16 loadUnit(const T* array, uint64_t count, uint64_t unit) 
   const uint64_t begin = unit * kWide;
   if (isAligned16(array) && begin + kWide <= count)
     return __builtin_bit_cast(Bytes16, Pack<T, kWide>::load(array + begin));
+  if (isInWords(array, count, unit)) return loadUnit(reinterpret_cast<const uint32_t*>(array), count / 4, unit);
   Bytes16 bytes = {};
 #pragma unroll 1
   for (uint32_t k = 0; k < kWide && begin + k < count; ++k) {
@@ -42,6 +49,7 @@ PROXYCCL_DEVICE void storeUnit(T* array, uint64_t count, uint64_t unit, Bytes16 
   const uint64_t begin = unit * kWide;
   if (isAligned16(array) && begin + kWide <= count)
     return __builtin_bit_cast(Pack<T, kWide>, bytes).store(array + begin);
+  if (isInWords(array, count, unit)) return storeUnit(reinterpret_cast<uint32_t*>(array), count / 4, unit, bytes);
 #pragma unroll 1
   for (uint32_t k = 0; k < kWide && begin + k < count; ++k) {
     const uint32_t shift = 8 * sizeof(T) * k;

@@ -12,7 +12,8 @@ from support.cases.reference import Call
 from support.devices import runtime_with_blocks
 from support.running import run_ranks
 
-SHAPES = (("uint8", 1), ("int32", 17), ("uint8", 603), ("float64", 50_000))  # the last share takes several epochs
+SHAPES = (("uint8", 1), ("int32", 17), ("int32", 301), ("uint8", 603), ("float64", 50_000))
+"""The last share takes several epochs."""
 
 
 def runtime_with_packets(rank: int) -> Runtime:

@@ -11,7 +11,7 @@ import torch
 
 from proxyccl import Communicator
 
-CALLS, WORDS = 300, range(1, 200, 7)
+CALLS, WORDS = 300, (*range(1, 200, 7), 3000, 40_000, 300_000)
 
 with Communicator(timeout=60) as comm, torch.cuda.device(comm.runtime.device):
     device = torch.device("cuda", comm.runtime.device)
