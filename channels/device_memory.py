@@ -29,16 +29,12 @@ Ranges = Sequence[tuple[int, int]]
 
 
 class _Piece(Struct, eq=False):
-    """An allocation.
-
-    Attributes:
-        block: whether the runtime can suspend the memory.
-        control: the parts that kernels need after they were suspended, even if the contents of arrays are dropped; None
-            for the whole allocation.
-    """
+    """An allocation."""
 
     purpose: MemoryPurpose
-    block: bool
+    block: bool  # whether the runtime can suspend the memory
+    # The parts that kernels need after they were suspended, even if the contents of arrays are dropped; None for the
+    # whole allocation.
     control: Ranges | None
 
 

@@ -38,20 +38,14 @@ _SCHEDULE_IDS = MAX_MEMORIES * 3 // 4
 
 
 class _Offer(Message, frozen=True):
-    """A rank's description of the memory that it registers.
-
-    Attributes:
-        handle: the handle by which ranks of the same host map the memory; empty if the memory can't be shared.
-        unshared_reason: the reason why the memory can't be shared; empty if it can, or has no bytes.
-        exposed: by remote transport, the address and the key by which peers access the memory.
-        unsupported_reasons: by remote transport, the reason why the transport can't access the memory.
-    """
+    """A rank's description of the memory that it registers."""
 
     nbytes: Uint64
-    handle: bytes
-    unshared_reason: str
+    handle: bytes  # the handle by which ranks of the same host map the memory; empty if the memory can't be shared
+    unshared_reason: str  # the reason why the memory can't be shared; empty if it can, or has no bytes
+    # By remote transport, the address and the key by which peers access the memory.
     exposed: dict[str, tuple[Uint64, Uint64]]
-    unsupported_reasons: dict[str, str]
+    unsupported_reasons: dict[str, str]  # by remote transport, the reason why the transport can't access the memory
 
 
 _numbers = itertools.count()

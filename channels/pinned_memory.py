@@ -9,14 +9,10 @@ from proxyccl.proxy.transports.table import TRANSPORTS
 
 
 class _Offer(Message, frozen=True):
-    """A rank's description of its memory.
+    """A rank's description of its memory."""
 
-    Attributes:
-        handle: the handle by which ranks of the same host map the memory.
-        exposed: by remote transport, the address and the key by which peers access the memory.
-    """
-
-    handle: bytes
+    handle: bytes  # the handle by which ranks of the same host map the memory
+    # By remote transport, the address and the key by which peers access the memory.
     exposed: dict[str, tuple[Uint64, Uint64]]
 
 

@@ -16,21 +16,15 @@ from proxyccl.proxy.transports.table import TRANSPORTS
 
 
 class _Answer(Message, frozen=True):
-    """A rank's message to the other ranks during the set-up of remote links.
+    """A rank's message to the other ranks during the set-up of remote links."""
 
-    Attributes:
-        failure: the reason why this rank can't continue; empty if it can.
-        unsupported_reasons: by transport, the reason why the network device can't register the GPU's memory; empty if
-            it can.
-        wanted: the peers for which this rank still needs an endpoint.
-        endpoints: this rank's new endpoints, each listed once even if several peers share it.
-        for_peers: by peer, the index in `endpoints` of the endpoint for that peer.
-    """
-
-    failure: str = ""
+    failure: str = ""  # the reason why this rank can't continue; empty if it can
+    # By transport, the reason why the network device can't register the GPU's memory; empty if it can.
     unsupported_reasons: dict[str, str] = msgspec.field(default_factory=dict)
-    wanted: list[Uint32] = msgspec.field(default_factory=list)
+    wanted: list[Uint32] = msgspec.field(default_factory=list)  # the peers for which this rank still needs an endpoint
+    # This rank's new endpoints, each listed once even if several peers share it.
     endpoints: list[EndpointInfo] = msgspec.field(default_factory=list)
+    # By peer, the index in `endpoints` of the endpoint for that peer.
     for_peers: dict[int, Uint32] = msgspec.field(default_factory=dict)
 
     def endpoint_for(self, rank: int) -> EndpointInfo | None:

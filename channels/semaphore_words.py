@@ -24,19 +24,12 @@ _BLOCK = 64 << 10
 
 
 class WordsOffer(Message, frozen=True):
-    """A rank's description of its words for an object that all ranks make together, such as a set of channels.
+    """A rank's description of its words for an object that all ranks make together, such as a set of channels."""
 
-    Attributes:
-        handle: handle of the memory that holds the words.
-        offset: offset of the first word in that memory.
-        number: this rank's proposal for the words' number; the ranks take the greatest proposal.
-        dropped: the numbers of the words that this rank has dropped since its last offer.
-    """
-
-    handle: bytes
-    offset: Uint64
-    number: Uint64
-    dropped: list[Uint64]
+    handle: bytes  # handle of the memory that holds the words
+    offset: Uint64  # offset of the first word in that memory
+    number: Uint64  # this rank's proposal for the words' number; the ranks take the greatest proposal
+    dropped: list[Uint64]  # the numbers of the words that this rank has dropped since its last offer
 
 
 _OFFER = Codec(WordsOffer, 4 << 20)

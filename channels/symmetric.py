@@ -45,36 +45,26 @@ _RESERVED_ENTRIES = 64  # more than the number of staging buffers: three kinds, 
 
 
 class Announced(Struct):
-    """A range of this rank's memory that is announced.
+    """A range of this rank's memory that is announced."""
 
-    Attributes:
-        entry: the range's number in the table.
-        start, end: the range's addresses.
-        handle: the exported handle by which peers map the range.
-        guard: checks that the range still lies in the allocations that were exported.
-        memory: an object that keeps the range from being freed until no peer maps it; None if the owner may free the
-            range at any time.
-        users: the number of `announce` calls that have not been withdrawn.
-        proxy_memory: the id, in this rank's proxy, of the range's first 4 GiB; None without an id.
-        for_proxies: whether peers' proxies were asked to add the range.
-        lent: whether the library announced the range unasked (lent_memory.py); calls by proxy then do not wait for the
-            peers' replies.
-        known: how peers can access the range, as last passed to `Calls`.
-        heirs: the other groups that announce the range until this group withdraws the range, each with its
-            announcement.
-    """
-
-    entry: int
+    entry: int  # the range's number in the table
+    # `start`, `end`: the range's addresses.
     start: int
     end: int
-    handle: bytes
-    guard: AllocationGuard
+    handle: bytes  # the exported handle by which peers map the range
+    guard: AllocationGuard  # checks that the range still lies in the allocations that were exported
+    # An object that keeps the range from being freed until no peer maps it; None if the owner may free the range at any
+    # time.
     memory: object = None
-    users: int = 1
-    proxy_memory: int | None = None
-    for_proxies: bool = False
+    users: int = 1  # the number of `announce` calls that have not been withdrawn
+    proxy_memory: int | None = None  # the id, in this rank's proxy, of the range's first 4 GiB; None without an id
+    for_proxies: bool = False  # whether peers' proxies were asked to add the range
+    # Whether the library announced the range unasked (lent_memory.py); calls by proxy then do not wait for the peers'
+    # replies.
     lent: bool = False
+    # How peers can access the range, as last passed to `Calls`.
     known: tuple[list[int] | None, int, bool] = (None, 0, False)
+    # The other groups that announce the range until this group withdraws the range, each with its announcement.
     heirs: list[tuple[weakref.ref[SymmetricMemory], Announced]] = field(default_factory=list)
 
     @property
@@ -93,36 +83,24 @@ class Announced(Struct):
 
 
 class Export(Struct, frozen=True):
-    """A range of memory that was exported.
+    """A range of memory that was exported."""
 
-    Attributes:
-        ptr, nbytes: address and size.
-        handle: the handle by which peers map the range.
-        guard: checks that the range still lies in the allocations that were exported.
-    """
-
+    # `ptr`, `nbytes`: address and size.
     ptr: int
     nbytes: int
-    handle: bytes
-    guard: AllocationGuard
+    handle: bytes  # the handle by which peers map the range
+    guard: AllocationGuard  # checks that the range still lies in the allocations that were exported
 
 
 class _Handled(Struct):
-    """The state of a peer's entry on this rank.
+    """The state of a peer's entry on this rank."""
 
-    Attributes:
-        version: the entry's version that was handled last.
-        handle: the handle of the mapped memory; b"" if nothing is mapped.
-        mapped: the mapped memory.
-        memory: the id, in this rank's proxy, of the memory's first 4 GiB; None before the memory has an id.
-        told: whether this rank has sent the peer the id or NO_MEMORY.
-    """
-
-    version: int = 0
-    handle: bytes = b""
-    mapped: Memory | None = None
+    version: int = 0  # the entry's version that was handled last
+    handle: bytes = b""  # the handle of the mapped memory; b"" if nothing is mapped
+    mapped: Memory | None = None  # the mapped memory
+    # The id, in this rank's proxy, of the memory's first 4 GiB; None before the memory has an id.
     memory: int | None = None
-    told: bool = False
+    told: bool = False  # whether this rank has sent the peer the id or NO_MEMORY
 
 
 def _note_end(symmetric: weakref.ref[SymmetricMemory], announced: Announced) -> None:

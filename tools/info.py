@@ -59,21 +59,13 @@ from proxyccl.tools.tune import in_words
 
 @dataclass(frozen=True)
 class Finding:
-    """A piece of hardware, a library or a setting that ProxyCCL can use, and whether it was found.
+    """A piece of hardware, a library or a setting that ProxyCCL can use, and whether it was found."""
 
-    Attributes:
-        section: the heading that lists the finding.
-        name: the finding's name.
-        available: whether ProxyCCL can use it.
-        detail: a description, or the reason why ProxyCCL cannot use it.
-        advice: how to make it available; "" if there is nothing to do.
-    """
-
-    section: str
-    name: str
-    available: bool
-    detail: str
-    advice: str = ""
+    section: str  # the heading that lists the finding
+    name: str  # the finding's name
+    available: bool  # whether ProxyCCL can use it
+    detail: str  # a description, or the reason why ProxyCCL cannot use it
+    advice: str = ""  # how to make it available; "" if there is nothing to do
 
 
 @dataclass(frozen=True)

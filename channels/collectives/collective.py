@@ -24,25 +24,19 @@ from proxyccl.device.errors import ArgumentError
 
 
 class Options(NamedTuple):
-    """The options of a call. `Calls` (_calls.pyi) tells calls apart by their options and their arrays.
+    """The options of a call. `Calls` (_calls.pyi) tells calls apart by their options and their arrays."""
 
-    Attributes:
-        prepare: prepares a call of the collective.
-        op: the operator; None if the collective does not reduce.
-        root: the rank; None if the collective has no root.
-        algorithm, cta_policy, symmetric: the caller's arguments.
-        flat: whether ranks compare calls without shapes, as torch.distributed does, and without element types unless
-            the collective reduces.
-        registered_x, registered_out: the input and output of an execution plan's call, if they are registered memory.
-    """
-
-    prepare: Callable[..., Any]
-    op: Any
-    root: int | None
+    prepare: Callable[..., Any]  # prepares a call of the collective
+    op: Any  # the operator; None if the collective does not reduce
+    root: int | None  # the rank; None if the collective has no root
+    # `algorithm`, `cta_policy`, `symmetric`: the caller's arguments.
     algorithm: Any
     cta_policy: Any
     symmetric: Any
+    # Whether ranks compare calls without shapes, as torch.distributed does, and without element types unless the
+    # collective reduces.
     flat: bool
+    # `registered_x`, `registered_out`: the input and output of an execution plan's call, if they are registered memory.
     registered_x: Any
     registered_out: Any
 

@@ -34,19 +34,12 @@ from proxyccl.proxy.codec import Codec, Message
 
 
 class _Start(Message, frozen=True):
-    """The message that each rank sends to all other ranks before the first collective.
+    """The message that each rank sends to all other ranks before the first collective."""
 
-    Attributes:
-        standing: the rank's settings for all calls.
-        reaches_all: whether the rank's kernels reach all ranks' memory.
-        whole_lines: whether the rank's links carry lines of 128 bytes in one piece.
-        tables: on rank 0, the measured tables, if it has any.
-    """
-
-    standing: Standing
-    reaches_all: bool
-    whole_lines: bool
-    tables: tuple[tuned.TableOfCase, ...] = ()
+    standing: Standing  # the rank's settings for all calls
+    reaches_all: bool  # whether the rank's kernels reach all ranks' memory
+    whole_lines: bool  # whether the rank's links carry lines of 128 bytes in one piece
+    tables: tuple[tuned.TableOfCase, ...] = ()  # on rank 0, the measured tables, if it has any
 
 
 WIDE_PARTS_BYTES = 64 << 20

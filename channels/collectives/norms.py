@@ -49,19 +49,15 @@ class NormedRows(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """The options of a call, as `Calls` (_calls.pyi) takes them.
+    """The options of a call, as `Calls` (_calls.pyi) takes them."""
 
-    Attributes:
-        prepare: prepares the call.
-        algorithm, cta_policy, eps, weight_bias: the caller's arguments.
-        inputs, outputs: the names of the arguments that are arrays.
-    """
-
-    prepare: Any
+    prepare: Any  # prepares the call
+    # `algorithm`, `cta_policy`, `eps`, `weight_bias`: the caller's arguments.
     algorithm: Any
     cta_policy: Any
     eps: float
     weight_bias: float
+    # `inputs`, `outputs`: the names of the arguments that are arrays.
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 

@@ -59,45 +59,26 @@ def carries_whole_lines(group: Group) -> bool:
 
 
 class PacketLaunch(Struct, frozen=True):
-    """The launch of a packet kernel.
+    """The launch of a packet kernel."""
 
-    Attributes:
-        lines: whether the kernel's packets are lines.
-        blocks: blocks of the grid.
-        threads: threads of a block.
-        parameter: the kernel's first parameter, a ProxycclPacketTeam.
-    """
-
-    lines: bool
-    blocks: int
-    threads: int
-    parameter: bytes
+    lines: bool  # whether the kernel's packets are lines
+    blocks: int  # blocks of the grid
+    threads: int  # threads of a block
+    parameter: bytes  # the kernel's first parameter, a ProxycclPacketTeam
 
 
 class RowShape(Struct, frozen=True):
-    """How a row is divided among packets and blocks, for kernels whose blocks handle rows (rms_norm.h).
+    """How a row is divided among packets and blocks, for kernels whose blocks handle rows (rms_norm.h)."""
 
-    Attributes:
-        lines: whether the packets are lines.
-        blocks: blocks that share a row.
-        threads: threads of a block.
-        share: the size of a row in payloads of packets, or in units of lines.
-        row_packets: the number of packets of a row.
-        packets: the number of packets that a block handles in one epoch.
-        epochs: the number of epochs that a block needs for its part of a row.
-        keeps: which data the kernel's blocks keep in shared memory: 0 none, 1 sums, 2 sums and weights.
-        shared_bytes: size of a block's dynamic shared memory.
-    """
-
-    lines: bool
-    blocks: int
-    threads: int
-    share: int
-    row_packets: int
-    packets: int
-    epochs: int
-    keeps: int
-    shared_bytes: int
+    lines: bool  # whether the packets are lines
+    blocks: int  # blocks that share a row
+    threads: int  # threads of a block
+    share: int  # the size of a row in payloads of packets, or in units of lines
+    row_packets: int  # the number of packets of a row
+    packets: int  # the number of packets that a block handles in one epoch
+    epochs: int  # the number of epochs that a block needs for its part of a row
+    keeps: int  # which data the kernel's blocks keep in shared memory: 0 none, 1 sums, 2 sums and weights
+    shared_bytes: int  # size of a block's dynamic shared memory
 
     @classmethod
     def of(

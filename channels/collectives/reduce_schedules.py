@@ -47,19 +47,12 @@ _MOST_AWAITED = 16 << 20
 
 
 class _Shares(Struct, frozen=True):
-    """The positions and lengths of the members' shares among the elements of a call.
+    """The positions and lengths of the members' shares among the elements of a call."""
 
-    Attributes:
-        members: the ranks that take part, in order.
-        first: index of the first member's first element.
-        stride: elements from the start of one member's share to the start of the next member's.
-        lengths: elements of each member's share; the first member's share is the longest.
-    """
-
-    members: Sequence[int]
-    first: int
-    stride: int
-    lengths: tuple[int, ...]
+    members: Sequence[int]  # the ranks that take part, in order
+    first: int  # index of the first member's first element
+    stride: int  # elements from the start of one member's share to the start of the next member's
+    lengths: tuple[int, ...]  # elements of each member's share; the first member's share is the longest
 
     def start(self, rank: int) -> int:
         return self.first + self.members.index(rank) * self.stride

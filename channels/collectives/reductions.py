@@ -180,20 +180,15 @@ class _Levels(Struct, Generic[_BetweenStep], frozen=True):
     If the data fits one round, every rank reduces all of it, inside the node and then between nodes. Reducing all data
     saves a second exchange, which would take longer than the transfer of such short data. If longer data can't be
     divided evenly, every rank also reduces all elements that are left over.
-
-    Attributes:
-        partial: the operator inside a node.
-        is_short: tells whether a number of bytes fits one round between the nodes.
-        reduce_whole: returns the steps that reduce an array between the nodes, in place; all ranks of a node have the
-            same array.
-        reduce_share: returns the steps that reduce this rank's share between the nodes, in place.
     """
 
     collectives: Collectives
-    partial: str
+    partial: str  # the operator inside a node
     policy: CtaPolicy
-    is_short: Callable[[int], bool]
+    is_short: Callable[[int], bool]  # tells whether a number of bytes fits one round between the nodes
+    # Returns the steps that reduce an array between the nodes, in place; all ranks of a node have the same array.
     reduce_whole: Callable[[ArrayView], Sequence[_BetweenStep]]
+    # Returns the steps that reduce this rank's share between the nodes, in place.
     reduce_share: Callable[[ArrayView], Sequence[_BetweenStep]]
 
     def steps(self, source: ArrayView, target: ArrayView, *, wide: bool) -> list[Launch | _BetweenStep]:

@@ -24,20 +24,14 @@ _ALGORITHMS = dict.fromkeys(name for names in ALGORITHMS_BY_COLLECTIVE.values() 
 
 
 class Request(NamedTuple):
-    """The algorithm or policy that the callers of a collective request.
+    """The algorithm or policy that the callers of a collective request."""
 
-    Attributes:
-        name: a text that describes the other fields; the call log compares it.
-        algorithm: the algorithm that the callers chose, or the name of an execution plan; None for the library's
-            choice.
-        cta_policy: limits the library's choice.
-        symmetric: whether the callers promise that all ranks' arrays are symmetric memory. The promise affects only the
-            choice of an algorithm.
-    """
-
-    name: str = ANY_ALGORITHM
+    name: str = ANY_ALGORITHM  # a text that describes the other fields; the call log compares it
+    # The algorithm that the callers chose, or the name of an execution plan; None for the library's choice.
     algorithm: str | None = None
-    cta_policy: CtaPolicy = "default"
+    cta_policy: CtaPolicy = "default"  # limits the library's choice
+    # Whether the callers promise that all ranks' arrays are symmetric memory. The promise affects only the choice of an
+    # algorithm.
     symmetric: bool = False
 
 
@@ -46,17 +40,13 @@ SUSPENDABLE = "PROXYCCL_SUSPENDABLE"
 
 
 class Standing(Message, frozen=True):
-    """A communicator's settings for all of its calls; the same on all ranks.
+    """A communicator's settings for all of its calls; the same on all ranks."""
 
-    Attributes:
-        cta_policy: the policy of calls that name neither a policy nor an algorithm; None if the program named none.
-        invariant: whether the bits of each reduced element must depend only on the ranks' values of that element.
-        suspendable: whether `Communicator.suspend` may be called.
-    """
-
+    # The policy of calls that name neither a policy nor an algorithm; None if the program named none.
     cta_policy: CtaPolicy | None = None
+    # Whether the bits of each reduced element must depend only on the ranks' values of that element.
     invariant: bool = False
-    suspendable: bool = False
+    suspendable: bool = False  # whether `Communicator.suspend` may be called
 
 
 def request_for(plan: ExecutionPlan) -> Request:

@@ -57,16 +57,11 @@ def require_collective(name: str) -> str:
 
 
 class Case(Message, frozen=True):
-    """The calls that share a table.
-
-    Attributes:
-        elements: the class of element types.
-        symmetric: whether the callers promise symmetric arrays (`Request.symmetric`).
-    """
+    """The calls that share a table."""
 
     collective: str
-    elements: Elements
-    symmetric: bool
+    elements: Elements  # the class of element types
+    symmetric: bool  # whether the callers promise symmetric arrays (`Request.symmetric`)
 
     @classmethod
     def of(cls, collective: str, dtype: DType, *, symmetric: bool) -> Case:

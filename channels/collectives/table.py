@@ -32,16 +32,11 @@ def require_reducible(source: ArrayView, op: str) -> None:
 
 
 class CollectiveKernel(Struct, frozen=True):
-    """A shipped kernel.
-
-    Attributes:
-        name: the kernel's name in `file`.
-        reduces: whether there is a kernel for each element type and operator.
-    """
+    """A shipped kernel."""
 
     file: str
-    name: str
-    reduces: bool = False
+    name: str  # the kernel's name in `file`
+    reduces: bool = False  # whether there is a kernel for each element type and operator
 
 
 ALL_REDUCE_KERNELS: dict[str, CollectiveKernel] = {

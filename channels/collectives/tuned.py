@@ -29,24 +29,16 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
 class Machine(Message, frozen=True):
-    """The properties that a measurement depends on, as rank 0 sees them. Two machines of the same kind compare equal.
+    """The properties that a measurement depends on, as rank 0 sees them. Equal machines are of the same kind."""
 
-    Attributes:
-        cpu: the CPU's name.
-        cores: number of the machine's cores.
-        device: the name of rank 0's device, which usually implies the kind of links ("H100 PCIe").
-        nodes: number of ranks of each node.
-        links: how many of rank 0's peers are reached by each kind of link: "mapped", or a transport's name.
-        proxy: where rank 0's proxy runs: "thread", "process" or "daemon".
-    """
-
-    cpu: str
-    cores: _Count
+    cpu: str  # the CPU's name
+    cores: _Count  # number of the machine's cores
     runtime: str
-    device: str
-    nodes: tuple[_Count, ...]
+    device: str  # the name of rank 0's device, which usually implies the kind of links ("H100 PCIe")
+    nodes: tuple[_Count, ...]  # number of ranks of each node
+    # How many of rank 0's peers are reached by each kind of link: "mapped", or a transport's name.
     links: dict[str, _Count]
-    proxy: str
+    proxy: str  # where rank 0's proxy runs: "thread", "process" or "daemon"
 
     @classmethod
     def of(cls, group: Group) -> Machine:
@@ -91,19 +83,12 @@ class TableOfCase(Message, frozen=True):
 
 
 class Tuned(Message, frozen=True):
-    """The contents of a tuning file.
+    """The contents of a tuning file."""
 
-    Attributes:
-        version: the version of the library that measured.
-        measured: when the tables were measured, in UTC.
-        machine: the kind of machine.
-        tables: one for each case.
-    """
-
-    version: str
-    measured: str
-    machine: Machine
-    tables: tuple[TableOfCase, ...]
+    version: str  # the version of the library that measured
+    measured: str  # when the tables were measured, in UTC
+    machine: Machine  # the kind of machine
+    tables: tuple[TableOfCase, ...]  # one for each case
 
 
 _CODEC = Codec(Tuned, 1 << 20, "tuning file")

@@ -72,40 +72,24 @@ class Options(Struct, frozen=True):
 
 
 class Meeting(Struct, frozen=True):
-    """One rank's state after the ranks of a group have met.
+    """One rank's state after the ranks of a group have met."""
 
-    Attributes:
-        runtime: this rank's runtime.
-        exchange: all-gathers between all ranks.
-        control: this rank's control segment.
-        segments: the mapped segments of the host's other ranks.
-        processes: by rank, the other processes of this host; empty for a group made by `split`.
-        topology: the ranks' hosts, nodes and transports.
-        job: the group's name, the same on all ranks.
-        place: where this rank's proxy runs.
-        options: the caller's options.
-        bootstrap: the bootstrap over which the ranks met.
-        owns_bootstrap: whether closing the group closes the bootstrap.
-        ways: for each rank of this host whose descriptors this rank can't open in /proc, the kind of socket over which
-            the two ranks pass descriptors.
-        crosses_namespaces: whether `ways` is not empty, or this rank's daemon is in another PID namespace.
-        members: if the group was made from an old group, its ranks' numbers in the old group.
-    """
-
-    runtime: Runtime
-    exchange: Exchange
-    control: ControlSegment
-    segments: dict[int, ControlSegment]
-    processes: Mapping[int, PeerProcess]
-    topology: Topology
-    job: str
-    place: ProxyPlace
-    options: Options
-    bootstrap: Bootstrap
-    owns_bootstrap: bool
-    members: tuple[int, ...] = ()
+    runtime: Runtime  # this rank's runtime
+    exchange: Exchange  # all-gathers between all ranks
+    control: ControlSegment  # this rank's control segment
+    segments: dict[int, ControlSegment]  # the mapped segments of the host's other ranks
+    processes: Mapping[int, PeerProcess]  # by rank, the other processes of this host; empty for a group made by `split`
+    topology: Topology  # the ranks' hosts, nodes and transports
+    job: str  # the group's name, the same on all ranks
+    place: ProxyPlace  # where this rank's proxy runs
+    options: Options  # the caller's options
+    bootstrap: Bootstrap  # the bootstrap over which the ranks met
+    owns_bootstrap: bool  # whether closing the group closes the bootstrap
+    members: tuple[int, ...] = ()  # if the group was made from an old group, its ranks' numbers in the old group
+    # For each rank of this host whose descriptors this rank can't open in /proc, the kind of socket over which the two
+    # ranks pass descriptors.
     ways: dict[int, str] = {}
-    crosses_namespaces: bool = False
+    crosses_namespaces: bool = False  # whether `ways` is not empty, or this rank's daemon is in another PID namespace
 
 
 def meet(

@@ -28,17 +28,12 @@ _known_name = ""
 
 
 class ProxyPlace(Struct, frozen=True):
-    """Where a rank's proxy runs.
+    """Where a rank's proxy runs."""
 
-    Attributes:
-        where: "thread" (in the rank's process), "process" (in the job's own daemon), or "daemon" (in the node daemon).
-        job_daemon: the name of the job's own daemon; "" if no rank of the host uses it.
-        chosen: whether the caller or the environment chose `where`; False if `where` is the default.
-    """
-
+    # "thread" (in the rank's process), "process" (in the job's own daemon), or "daemon" (in the node daemon).
     where: Where
-    job_daemon: str = ""
-    chosen: bool = True
+    job_daemon: str = ""  # the name of the job's own daemon; "" if no rank of the host uses it
+    chosen: bool = True  # whether the caller or the environment chose `where`; False if `where` is the default
 
 
 class ProxyOptions(Struct, frozen=True):
@@ -74,21 +69,13 @@ class ProxyOptions(Struct, frozen=True):
 
 
 class Wish(Message, frozen=True):
-    """A rank's message to the other ranks about its proxy.
+    """A rank's message to the other ranks about its proxy."""
 
-    Attributes:
-        host: the rank's host.
-        where: where the caller or the environment wants the proxy to run; None without such a request.
-        default: where the proxy runs without a request.
-        name: a name that the rank proposes for the job's own daemon.
-        view: the `proc_view` of the rank's process. Ranks with the same `proc_view` share a daemon.
-    """
-
-    host: str
-    where: Where | None
-    default: Where
-    name: str
-    view: Uint64 = 0
+    host: str  # the rank's host
+    where: Where | None  # where the caller or the environment wants the proxy to run; None without such a request
+    default: Where  # where the proxy runs without a request
+    name: str  # a name that the rank proposes for the job's own daemon
+    view: Uint64 = 0  # the `proc_view` of the rank's process. Ranks with the same `proc_view` share a daemon.
 
 
 _WISH = Codec(Wish, 4096, "proxy")

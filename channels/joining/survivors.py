@@ -141,19 +141,12 @@ def settle_growth(board: Board, number: int, *, grown: bool) -> bool:
 
 
 class Assembly(Struct, frozen=True):
-    """The ranks that will form a new group, if each of them can map the others' segments.
+    """The ranks that will form a new group, if each of them can map the others' segments."""
 
-    Attributes:
-        attempt: the number of the attempt to form a group, from 0.
-        members: the ranks' numbers in the old group, in ascending order.
-        notes: each member's note from `assemble`.
-        token: a random text in hexadecimal, the same on all members.
-    """
-
-    attempt: int
-    members: tuple[int, ...]
-    notes: Mapping[int, bytes]
-    token: str
+    attempt: int  # the number of the attempt to form a group, from 0
+    members: tuple[int, ...]  # the ranks' numbers in the old group, in ascending order
+    notes: Mapping[int, bytes]  # each member's note from `assemble`
+    token: str  # a random text in hexadecimal, the same on all members
 
 
 class Survivors:

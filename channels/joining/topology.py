@@ -35,29 +35,22 @@ chooses.
 
 
 class RankInfo(Message, frozen=True):
-    """A rank's message to the other ranks about its process, device and transports.
-
-    Attributes:
-        cores: the cores that the rank may run on (`encode_cores`).
-        missing: by remote transport, what the rank lacks to use the transport, in words; "" if nothing is missing.
-        transport: the transports that the rank's caller chose, in canonical form (`encode_choice`).
-        local_world_size: the number of consecutive ranks per node that the rank's caller chose; None if a node is a
-            host.
-        unsupported: by remote transport, the reason why the rank's network adapter can't register its GPU's memory. A
-            transport has no entry if registration works or was not tested.
-        daemon_missing: the reason why the rank can't use the node daemon; empty if the rank can, or did not ask for the
-            daemon.
-    """
+    """A rank's message to the other ranks about its process, device and transports."""
 
     host: str
     process: PeerProcess
     runtime: str
     device_id: str
-    cores: str = ""
+    cores: str = ""  # the cores that the rank may run on (`encode_cores`)
+    # By remote transport, what the rank lacks to use the transport, in words; "" if nothing is missing.
     missing: dict[str, str] = msgspec.field(default_factory=dict)
-    transport: str = ""
+    transport: str = ""  # the transports that the rank's caller chose, in canonical form (`encode_choice`)
+    # The number of consecutive ranks per node that the rank's caller chose; None if a node is a host.
     local_world_size: Annotated[int, Meta(ge=1)] | None = None
+    # By remote transport, the reason why the rank's network adapter can't register its GPU's memory. A transport has no
+    # entry if registration works or was not tested.
     unsupported: dict[str, str] = msgspec.field(default_factory=dict)
+    # The reason why the rank can't use the node daemon; empty if the rank can, or did not ask for the daemon.
     daemon_missing: str = ""
 
     @classmethod
@@ -83,25 +76,19 @@ _CHOICE = Codec[str | list[tuple[int, int, str]]](str | list[tuple[int, int, str
 
 
 class Topology(Struct, frozen=True, dict=True):
-    """The hosts, nodes and transports of a communicator's ranks, as seen from one rank.
+    """The hosts, nodes and transports of a communicator's ranks, as seen from one rank."""
 
-    Attributes:
-        rank: this rank.
-        ranks: every rank's message.
-        nodes: for each rank the number of its node. A node is a host or, with ``PROXYCCL_LOCAL_WORLD_SIZE``, a group of
-            consecutive ranks.
-        accessible: for each rank, whether this rank's kernels can access that rank's memory, because both ranks are on
-            one node and their devices have peer access.
-        forced: by pair of ranks (the lower rank first), the transport that the caller chose.
-        forced_for_all: the transport that the caller chose for all pairs; "" if the caller chose none.
-    """
-
-    rank: int
-    ranks: tuple[RankInfo, ...]
+    rank: int  # this rank
+    ranks: tuple[RankInfo, ...]  # every rank's message
+    # For each rank the number of its node. A node is a host or, with ``PROXYCCL_LOCAL_WORLD_SIZE``, a group of
+    # consecutive ranks.
     nodes: tuple[int, ...]
+    # For each rank, whether this rank's kernels can access that rank's memory, because both ranks are on one node and
+    # their devices have peer access.
     accessible: tuple[bool, ...]
+    # By pair of ranks (the lower rank first), the transport that the caller chose.
     forced: Mapping[tuple[int, int], str]
-    forced_for_all: str = ""
+    forced_for_all: str = ""  # the transport that the caller chose for all pairs; "" if the caller chose none
 
     @classmethod
     def find(cls, rank: int, ranks: Sequence[RankInfo], runtime: Runtime) -> Topology:

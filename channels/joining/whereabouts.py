@@ -23,20 +23,14 @@ from proxyccl.proxy.hosts import host_name, same_host, told_apart_by
 
 
 class Whereabouts(Message, frozen=True):
-    """A rank's message about its host and namespaces.
+    """A rank's message about its host and namespaces."""
 
-    Attributes:
-        host: the result of `host_name`.
-        process: the rank's process.
-        sockets: for each kind of socket that the rank can use, the best first, a text "kind details", which is equal on
-            ranks that can reach each other by such a socket.
-        lacking: for each other kind, the reason why the rank can't use it.
-    """
-
-    host: str
-    process: PeerProcess
+    host: str  # the result of `host_name`
+    process: PeerProcess  # the rank's process
+    # For each kind of socket that the rank can use, the best first, a text "kind details", which is equal on ranks that
+    # can reach each other by such a socket.
     sockets: tuple[str, ...] = ()
-    lacking: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()  # for each other kind, the reason why the rank can't use it
 
     @classmethod
     def own(cls) -> Whereabouts:

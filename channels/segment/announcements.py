@@ -20,17 +20,11 @@ NO_MEMORY: int = lib.PROXYCCL_NO_MEMORY
 
 
 class Announcement(Struct, frozen=True):
-    """The contents of an entry, as a peer reads it.
+    """The contents of an entry, as a peer reads it."""
 
-    Attributes:
-        version: the number of the entry's changes.
-        handle: the handle by which peers map the memory; empty if the memory was withdrawn.
-        proxies_version: the last version whose memory the owner announced to peers' proxies.
-    """
-
-    version: int
-    handle: bytes
-    proxies_version: int
+    version: int  # the number of the entry's changes
+    handle: bytes  # the handle by which peers map the memory; empty if the memory was withdrawn
+    proxies_version: int  # the last version whose memory the owner announced to peers' proxies
 
     @property
     def for_proxies(self) -> bool:

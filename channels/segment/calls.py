@@ -61,29 +61,20 @@ def _digest(name: str) -> int:
 
 
 class CollectiveCall(Struct, frozen=True):
-    """The fields of a collective call that ranks compare.
+    """The fields of a collective call that ranks compare."""
 
-    Attributes:
-        collective: the collective's registered name.
-        dtype: the element type's name.
-        op: the reduction operator.
-        algorithm: the registered name of the requested algorithm.
-        root: the root's rank; 0 for a collective without a root.
-        count: the number of elements that each rank contributes or receives, depending on the collective.
-        shape: the shape of the array that each rank passes or receives; compared for `SHAPED` collectives.
-        registered: the digests of the registered arrays that peers access in place; the same on all ranks.
-        of: the number of the call's object (`Launches.number_object`); 0 for calls of the communicator. Calls of
-            objects have neither shape nor registered arrays.
-    """
-
-    collective: str
-    dtype: str = "uint8"
-    op: str = "sum"
-    algorithm: str = ANY_ALGORITHM
-    root: int = 0
-    count: int = 0
+    collective: str  # the collective's registered name
+    dtype: str = "uint8"  # the element type's name
+    op: str = "sum"  # the reduction operator
+    algorithm: str = ANY_ALGORITHM  # the registered name of the requested algorithm
+    root: int = 0  # the root's rank; 0 for a collective without a root
+    count: int = 0  # the number of elements that each rank contributes or receives, depending on the collective
+    # The shape of the array that each rank passes or receives; compared for `SHAPED` collectives.
     shape: tuple[int, ...] = ()
+    # The digests of the registered arrays that peers access in place; the same on all ranks.
     registered: tuple[int, ...] = ()
+    # The number of the call's object (`Launches.number_object`); 0 for calls of the communicator. Calls of objects have
+    # neither shape nor registered arrays.
     of: int = 0
 
     def encode(self) -> tuple[int, ...]:

@@ -27,19 +27,13 @@ _users: dict[int, int] = {}
 
 
 class PeerProcess(Message, frozen=True):
-    """Identifies a process of this machine, also in messages between ranks.
+    """Identifies a process of this machine, also in messages between ranks."""
 
-    Attributes:
-        pid: the process's number in its PID namespace.
-        view: its `proc_view`.
-        token: 16 bytes that no other process has.
-        started: the process's start time (`start_of`), None if unknown. The start time distinguishes the process from a
-            later process with the same number.
-    """
-
-    pid: int
-    view: Uint64
-    token: bytes
+    pid: int  # the process's number in its PID namespace
+    view: Uint64  # its `proc_view`
+    token: bytes  # 16 bytes that no other process has
+    # The process's start time (`start_of`), None if unknown. The start time distinguishes the process from a later
+    # process with the same number.
     started: int | None = None
 
     @classmethod

@@ -35,25 +35,16 @@ class Neighbour(Message, frozen=True):
 
 
 class RankPublication(OfProcess, frozen=True):
-    """A rank of a communicator.
+    """A rank of a communicator."""
 
-    Attributes:
-        description: the rank.
-        host: the rank's host (`host_name`).
-        runtime: the name of the rank's runtime.
-        device: the ordinal of the rank's device.
-        neighbours: the ranks of the communicator on this rank's host and in its PID namespace, including this rank.
-        segment: the handle of the rank's segment, in hexadecimal.
-        layout: the size of a segment for one rank, which differs between versions of ProxyCCL.
-    """
-
-    description: Description
-    host: str
-    runtime: str
-    device: int
+    description: Description  # the rank
+    host: str  # the rank's host (`host_name`)
+    runtime: str  # the name of the rank's runtime
+    device: int  # the ordinal of the rank's device
+    # The ranks of the communicator on this rank's host and in its PID namespace, including this rank.
     neighbours: tuple[Neighbour, ...]
-    segment: str
-    layout: int
+    segment: str  # the handle of the rank's segment, in hexadecimal
+    layout: int  # the size of a segment for one rank, which differs between versions of ProxyCCL
 
     def __post_init__(self) -> None:
         if self.layout != segment_bytes():
