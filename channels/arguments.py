@@ -40,7 +40,12 @@ def readable_view(group: Group, x: Any, argument: str) -> ArrayView:
     """Returns a view that C can read of an array that C can't read itself, such as an array of another library or of
     many dimensions. Raises the same errors as `input_view`.
     """
-    runtime, view = group.runtime, input_view(group, x, argument)
+    return as_readable(group, input_view(group, x, argument))
+
+
+def as_readable(group: Group, view: ArrayView) -> ArrayView:
+    """Returns a view that C can read of the array of a view from `input_view`."""
+    runtime = group.runtime
     has_many = len(view.shape) > MOST_DIMENSIONS
     shape = (view.shape[0], math.prod(view.shape[1:])) if has_many else view.shape
     return ArrayView(view.ptr, shape, view.dtype, (runtime.name, runtime.device), view.writable, view.owner)

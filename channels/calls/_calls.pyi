@@ -234,15 +234,6 @@ class FlowCalls:
         """Makes a call like `call`, with arrays that the caller keeps until the stream has passed the call."""
     def takes(self, x: Any, received: bool, /) -> bool:
         """Whether `call` can send an array, or receive in the array; otherwise Python must handle the array."""
-    def run(self, transfers: list[tuple[int, int, int, int]], stream: StreamLike, owners: object, /) -> None:
-        """Makes a call of transfers that were checked.
-
-        Args:
-            transfers: for each transfer the peer, the address of the data to send or 0, the address for received data
-                or 0, and the size. A transfer with both addresses is a copy within this rank.
-            stream: as for `call`.
-            owners: objects kept until the stream has passed the call.
-        """
 
 class Descriptor:
     """The part of `EPAllToAllLayoutDesc` that C reads and writes.

@@ -333,6 +333,7 @@ static int issue_call(FlowCalls* self, Moves* moves, PyObject* stream, PyObject*
     Py_XDECREF(agreed);
     if (agreed == NULL) return -1;
   }
+  if (moves->count == 0) return 0;
   if (waits) return issue_and_wait(self, moves);
   /* The handle of a stream object may be reused after the object is closed; a stream that is passed as a number stays
    * open. */
@@ -383,7 +384,7 @@ static int read_array(const FlowCalls* self, PyObject* x, int receives, GivenArr
   const int read = proxyccl_read_array(&self->types, x, array);
   if (read <= 0) return read;
   const PyTypeObject* type = array->kind.type;
-  int usable = !(receives && array->kind.readonly) && type != self->types.view;
+  int usable = !(receives && array->kind.readonly);
   if (type == self->types.array)
     usable = usable && array->kind.runtime == self->runtime;
   else if (array->buffer.obj != NULL)
@@ -521,7 +522,8 @@ static int sides_fit(const Side* x, const Side* out) {
   if (sent->element != received->element || memcmp(sent->format, received->format, PROXYCCL_LONGEST_FORMAT) != 0)
     return 0;
   if (is_sequence(out->arrays)) return 1;
-  if (sent->dimensions == 0 || sent->dimensions != received->dimensions) return 0;
+  if (sent->dimensions == 0) return !x->is_split && received->dimensions == 1; /* each rank gives one row */
+  if (sent->dimensions != received->dimensions) return 0;
   for (Py_ssize_t i = 1; i < sent->dimensions; ++i)
     if (sent->shape[i] != received->shape[i]) return 0;
   return !(x->is_split && out->is_split &&
@@ -534,8 +536,7 @@ static int read_moves(const FlowCalls* self, Side* x, Side* out, Reading* readin
   if (read > 0) read = add_side(self, out, reading);
   if (read > 0 && !is_empty_list(x->arrays) && !is_empty_list(out->arrays)) read = sides_fit(x, out);
   if (read > 0) read = pair_own(reading);
-  if (read <= 0) return read;
-  return reading->moves.count == 0 ? 0 : are_apart(&reading->moves);
+  return read <= 0 ? read : are_apart(&reading->moves);
 }
 
 /* Makes a call. Returns 1; 0 if Python must handle the arguments; -1 with an exception. */
@@ -583,27 +584,6 @@ static PyObject* takes(PyObject* object, PyObject* const* arguments, Py_ssize_t 
   const int read = read_array((const FlowCalls*)object, arguments[0], arguments[1] == Py_True, &array);
   if (read > 0) Py_XDECREF(array.kind.element);
   return read < 0 ? NULL : PyBool_FromLong(read);
-}
-
-static PyObject* run(PyObject* object, PyObject* arguments) {
-  FlowCalls* self = (FlowCalls*)object;
-  PyObject *transfers, *stream, *owners;
-  if (!PyArg_ParseTuple(arguments, "O!OO", &PyList_Type, &transfers, &stream, &owners)) return NULL;
-  if (self->acquire == NULL) Py_RETURN_NONE; /* the garbage collector has cleared this object */
-  Moves moves;
-  moves.count = moves.room = 0;
-  int issued = 0;
-  for (Py_ssize_t i = 0; i < PyList_Size(transfers) && issued == 0; ++i) {
-    unsigned long long source, target, bytes;
-    unsigned peer;
-    if (!PyArg_ParseTuple(PyList_GetItem(transfers, i), "IKKK", &peer, &source, &target, &bytes))
-      issued = -1;
-    else
-      issued = add_move(&moves, &(Move){.source = source, .target = target, .bytes = bytes, .peer = peer});
-  }
-  if (issued == 0 && moves.count > 0) issued = issue_call(self, &moves, stream, owners, NULL);
-  free_moves(&moves);
-  return issued != 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* -- the object --- */
@@ -678,7 +658,6 @@ static PyMethodDef methods[] = {
     {"call", (PyCFunction)(void (*)(void))call, METH_FASTCALL, NULL},
     {"call_borrowed", (PyCFunction)(void (*)(void))call_borrowed, METH_FASTCALL, NULL},
     {"takes", (PyCFunction)(void (*)(void))takes, METH_FASTCALL, NULL},
-    {"run", run, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyObject* events_of(PyObject* object, void* Py_UNUSED(closure)) {

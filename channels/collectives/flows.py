@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
 
 from proxyccl.channels.calls._calls import FlowCalls
 from proxyccl.channels.calls.launches import CurrentStream, array_types
@@ -20,10 +18,9 @@ from proxyccl.channels.joining.exchange import FLAG
 from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import round_up
-from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import KernelError
 from proxyccl.device.kernel import Kernel
-from proxyccl.device.runtime import Runtime, Stream, StreamLike
+from proxyccl.device.runtime import Runtime, Stream
 from proxyccl.device.sleepers import ProxiedStruct
 from proxyccl.proxy._engine import lib as engine_lib
 
@@ -53,36 +50,6 @@ _NO_STREAM = 2**64 - 1
 def load_kernel(runtime: Runtime) -> Kernel:
     (kernel,) = COLLECTIVES["send"]
     return runtime.shipped(kernel.file, kernel.name)
-
-
-class Transfer(Struct, frozen=True):
-    """The data that one transfer sends to a peer or receives from it.
-
-    Attributes:
-        peer: the other rank; this rank itself if `source` is copied to `target`.
-        source: the data to send; None to receive.
-        target: the array for received data; None to send.
-    """
-
-    peer: int
-    source: ArrayView | None = None
-    target: ArrayView | None = None
-
-    @property
-    def nbytes(self) -> int:
-        view = self.target if self.source is None else self.source
-        assert view is not None
-        return view.nbytes
-
-    @property
-    def in_place(self) -> bool:
-        return self.source is not None and self.target is not None and self.source.ptr == self.target.ptr
-
-    @property
-    def addresses(self) -> tuple[int, int, int, int]:
-        """The transfer as `FlowCalls.run` takes it: peer, addresses and size."""
-        source, target = (0 if view is None else view.ptr for view in (self.source, self.target))
-        return self.peer, source, target, self.nbytes
 
 
 class Flows:
@@ -185,14 +152,6 @@ class Flows:
         if status == engine_lib.PROXYCCL_CALL_ABORTED:
             raise self._failure.exception()
         self._launch.check(status)
-
-    def run(self, transfers: Sequence[Transfer], stream: StreamLike, owners: tuple[object, ...]) -> None:
-        """Issues transfers whose arrays were checked.
-
-        On the host runtime, a call without a stream waits for the transfers. `owners` are kept alive until the stream
-        has completed the launches.
-        """
-        self.calls.run([transfer.addresses for transfer in transfers], stream, owners)
 
     def close(self) -> None:
         """Frees the memory. All kernels of all ranks must have completed."""

@@ -9,17 +9,18 @@ from types import TracebackType
 from typing import Any
 
 from proxyccl.channels.arguments import (
+    as_readable,
     input_view,
     new_like,
     output_view,
     overlap,
+    readable_view,
     refuse_partial_overlap,
     require_writable,
     rows_of_all,
     share_shape,
 )
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.flows import Transfer
 from proxyccl.channels.group import Group
 from proxyccl.channels.ranks import as_rank
 from proxyccl.channels.segment.calls import CollectiveCall
@@ -27,7 +28,7 @@ from proxyccl.device.arguments.integers import as_integer, find_items
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.runtime import Runtime, StreamLike
+from proxyccl.device.runtime import StreamLike
 
 
 class Transfers:
@@ -73,7 +74,7 @@ class Transfers:
         flows = self._collectives.made_flows
         if flows is not None and flows.calls.takes(x, received):
             return x
-        view = input_view(self._group, x, argument)
+        view = readable_view(self._group, x, argument)
         if received:
             require_writable(view, argument)
         return view
@@ -95,23 +96,21 @@ class Transfers:
                 collected.clear()
 
     def _issue(self) -> None:
+        group, rank = self._group, self._group.rank
+        group.failure.require_usable()
         sent, received = tuple(self._sent), tuple(self._received)
         options = ("transfers", tuple(self._to), tuple(self._of))
-        if issue(self._collectives, sent, received, options, self._stream):
+        if issue(self._collectives, sent, received, options, self._stream, sets_up=True):
             return
-        group = self._group
-        sends = [Transfer(peer, source=input_view(group, x, "x")) for x, peer in zip(sent, self._to, strict=True)]
+        sends = [input_view(group, x, "x").nbytes for x, peer in zip(sent, self._to, strict=True) if peer == rank]
         receives = [
-            Transfer(peer, target=input_view(group, x, "out")) for x, peer in zip(received, self._of, strict=True)
+            input_view(group, x, "out").nbytes for x, peer in zip(received, self._of, strict=True) if peer == rank
         ]
-        own_sends, own_receives = ([each for each in given if each.peer == group.rank] for given in (sends, receives))
-        sizes = [[each.nbytes for each in own] for own in (own_sends, own_receives)]
-        if sizes[0] != sizes[1]:
-            raise ArgumentError("peer", f"this rank sends itself arrays of {sizes[0]} bytes and receives {sizes[1]}")
-        own = zip(own_sends, own_receives, strict=True)
-        copies = [Transfer(group.rank, one.source, other.target) for one, other in own]
-        others = [each for each in (*sends, *receives) if each.peer != group.rank]
-        run_transfers(self._collectives, [*others, *copies], self._stream)
+        if sends != receives:
+            raise ArgumentError("peer", f"this rank sends itself arrays of {sends} bytes and receives {receives}")
+        raise ArgumentError(
+            "out", "overlaps another array of the same transfers; received arrays must not overlap any other array"
+        )
 
 
 Agree = Callable[[tuple[Any, Any]], object]
@@ -119,76 +118,58 @@ Agree = Callable[[tuple[Any, Any]], object]
 
 
 def issue(
-    collectives: Collectives, x: Any, out: Any, options: tuple[Agree | str, Any, Any], stream: StreamLike
+    collectives: Collectives,
+    x: Any,
+    out: Any,
+    options: tuple[Agree | str, Any, Any],
+    stream: StreamLike,
+    *,
+    sets_up: bool = False,
 ) -> bool:
     """Makes a call in C. Returns False, without any effect, if Python must check the arguments first.
 
     Args:
         x, out, options, stream: as for `FlowCalls.call`.
+        sets_up: whether the group's first call makes the flows, together with all ranks; otherwise the first call
+            returns False.
     """
-    flows, group = collectives.made_flows, collectives.group
-    if flows is None:
+    group, is_first = collectives.group, collectives.made_flows is None
+    if is_first and not sets_up:
         return False
-    if isinstance(options[0], str):
-        group.vain_waits.makes_transfers = True
     if stream is None and not collectives.on_host:
         arrays = [each for given in (x, out) for each in (given if isinstance(given, tuple | list) else (given,))]
-        stream = group.launches.stream_for(None, *arrays) if arrays else None
-    return flows.calls.call(x, out, options, stream)
-
-
-def run_transfers(
-    collectives: Collectives, transfers: Sequence[Transfer], stream: StreamLike, call: CollectiveCall | None = None
-) -> None:
-    """Issues transfers. For a collective, `call` has the fields on which all ranks must agree."""
-    group = collectives.group
-    group.failure.require_usable()
-    transfers = [transfer for transfer in transfers if transfer.nbytes and not transfer.in_place]
-    views = [view for transfer in transfers for view in (transfer.source, transfer.target) if view is not None]
-    owners = tuple(view.owner for view in views)
-    if owners:
-        stream = group.launches.stream_for(stream, *owners)
-    if stream is not None or (owners and group.runtime.name != "host"):
-        group.runtime.stream_handle(stream)  # raises an error for an invalid stream before ranks compare the call
-    if len(transfers) > 1 or any(transfer.peer == group.rank for transfer in transfers):
-        _require_apart(transfers)
-    if call is None:
+        owners = [each.owner if isinstance(each, ArrayView) else each for each in arrays]
+        stream = group.launches.stream_for(None, *owners) if owners else None
+    if is_first:
+        if stream is not None or not collectives.on_host:
+            group.runtime.stream_handle(stream)  # raises an error for an invalid stream before ranks wait
+        if not isinstance(options[0], str):
+            options[0]((x, out))
+    if isinstance(options[0], str):
         group.vain_waits.makes_transfers = True
-    else:
-        group.launches.agree(call)
-    if group.world_size > 1:
-        flows = collectives.flows()
-    if not transfers:
-        return
-    if group.world_size > 1:
-        flows.run(transfers, stream, owners)
-        return
-    group.launches.launch(lambda handle: _copy(group.runtime, transfers, handle), stream, owners)
+    return collectives.flows().calls.call(x, out, options, stream)
 
 
-def _require_apart(transfers: Sequence[Transfer]) -> None:
-    """Raises ArgumentError if a received array shares memory with another array, because no transfer waits for another.
-    Arrays that are sent may overlap.
+def _issue_views(
+    collectives: Collectives,
+    x: ArrayView | None,
+    out: ArrayView | None,
+    ranks: tuple[Any, Any],
+    stream: StreamLike,
+    call: CollectiveCall,
+) -> None:
+    """Makes a collective's call whose arguments were checked.
+
+    Args:
+        x, out: the views of input and output; None if this rank has none.
+        ranks: the last two options of `FlowCalls.call`.
+        call: the fields on which all ranks must agree.
     """
-    ranges = [(view.ptr, view.nbytes, False) for each in transfers if (view := each.source) is not None]
-    ranges += [(view.ptr, view.nbytes, True) for each in transfers if (view := each.target) is not None]
-    sent_to = received_to = 0  # the end of the ranges seen so far
-    for begin, nbytes, received in sorted(ranges):
-        if begin < received_to or (received and begin < sent_to):
-            raise ArgumentError(
-                "out", "overlaps another array of the same transfers; received arrays must not overlap any other array"
-            )
-        if received:
-            received_to = begin + nbytes
-        else:
-            sent_to = max(sent_to, begin + nbytes)
-
-
-def _copy(runtime: Runtime, copies: Sequence[Transfer], stream: StreamLike) -> None:
-    for each in copies:
-        assert each.source is not None
-        assert each.target is not None
-        runtime.copy(each.target.ptr, each.source.ptr, each.nbytes, stream)
+    group = collectives.group
+    agree = functools.cache(functools.partial(group.launches.agree, call))  # logs the call once
+    given, taken = (() if view is None else as_readable(group, view) for view in (x, out))
+    if not issue(collectives, given, taken, (lambda _: agree(), *ranks), stream, sets_up=True):
+        raise RuntimeError(f"the views {x} and {out} can't be read")
 
 
 def send(collectives: Collectives, x: Any, peer: int, stream: StreamLike) -> None:
@@ -237,20 +218,16 @@ def all_to_all_v(
     recv_counts = _counts(group.world_size, recv_counts, "recv_counts")
     if not source.shape or source.shape[0] != sum(send_counts):
         raise ArgumentError("x", f"has shape {source.shape}; expected {sum(send_counts)} rows, the sum of send_counts")
-    result, target = output_view(group, out, x, source, (sum(recv_counts), *source.shape[1:]))
+    _, target = output_view(group, out, x, source, (sum(recv_counts), *source.shape[1:]))
     _refuse_overlap(source, target)
-    sends, receives = _rows(source, send_counts), _rows(target, recv_counts)
     own = group.rank
     if send_counts[own] != recv_counts[own]:
         raise ArgumentError(
             "recv_counts", f"this rank sends itself {send_counts[own]} rows and receives {recv_counts[own]}"
         )
-    transfers = [Transfer(peer, source=view) for peer, view in enumerate(sends) if peer != own]
-    transfers += [Transfer(peer, target=view) for peer, view in enumerate(receives) if peer != own]
-    transfers.append(Transfer(own, sends[own], receives[own]))
     call = CollectiveCall("all_to_all_v", source.dtype.name, shape=source.shape[1:])
-    run_transfers(collectives, transfers, stream, call)
-    return result
+    _issue_views(collectives, source, target, (send_counts, recv_counts), stream, call)
+    return out
 
 
 def gather(collectives: Collectives, x: Any, root: int, out: Any, stream: StreamLike) -> Any:
@@ -264,24 +241,20 @@ def gather(collectives: Collectives, x: Any, root: int, out: Any, stream: Stream
     agree = functools.partial(_agree, group, "gather", root, 0)
     if issue(collectives, x, out if is_root else (), (agree, root, "even" if is_root else ()), stream):
         return out if is_root else None
-    source, ranks = input_view(group, x, "x"), group.world_size
+    source, target = input_view(group, x, "x"), None
+    if is_root:
+        _, target = output_view(group, out, x, source, rows_of_all(group, source))
+        refuse_partial_overlap(root, source, target)
     call = CollectiveCall("gather", source.dtype.name, root=root, count=source.size, shape=source.shape)
-    if group.rank != root:
-        run_transfers(collectives, [Transfer(root, source=source)], stream, call)
-        return None
-    result, target = output_view(group, out, x, source, rows_of_all(group, source))
-    refuse_partial_overlap(root, source, target)
-    parts = _rows(target, [target.shape[0] // ranks] * ranks)
-    transfers = [Transfer(peer, target=part) for peer, part in enumerate(parts) if peer != root]
-    run_transfers(collectives, [*transfers, Transfer(root, source, parts[root])], stream, call)
-    return result
+    _issue_views(collectives, source, target, (root, "even" if is_root else ()), stream, call)
+    return out if is_root else None
 
 
 def scatter(collectives: Collectives, x: Any, root: int, out: Any, stream: StreamLike) -> Any:
     """See `Communicator.scatter`."""
     group = collectives.group
     root = as_rank(group.world_size, root, "root")
-    ranks, is_root = group.world_size, group.rank == root
+    is_root = group.rank == root
     if is_root and out is None:
         source = input_view(group, x, "x")
         out = new_like(group, source, share_shape(group, source))
@@ -290,22 +263,18 @@ def scatter(collectives: Collectives, x: Any, root: int, out: Any, stream: Strea
         collectives, x if is_root else (), out, (agree, "even" if is_root else (), root), stream
     ):
         return out
-    if group.rank != root:
-        if out is None:
-            raise ArgumentError("out", f"expected an array: this rank gets its share of rank {root}'s")
+    if out is None:
+        raise ArgumentError("out", f"expected an array: this rank gets its share of rank {root}'s")
+    given = input_view(group, x, "x") if is_root else None
+    if given is None:
         target = input_view(group, out, "out")
         require_writable(target, "out")
-        call = CollectiveCall("scatter", target.dtype.name, root=root, count=target.size, shape=target.shape)
-        run_transfers(collectives, [Transfer(root, target=target)], stream, call)
-        return out
-    source = input_view(group, x, "x")
-    result, target = output_view(group, out, x, source, share_shape(group, source))
-    refuse_partial_overlap(root, source, target)
-    parts = _rows(source, [target.shape[0]] * ranks)
-    transfers = [Transfer(peer, source=part) for peer, part in enumerate(parts) if peer != root]
-    call = CollectiveCall("scatter", source.dtype.name, root=root, count=target.size, shape=target.shape)
-    run_transfers(collectives, [*transfers, Transfer(root, parts[root], target)], stream, call)
-    return result
+    else:
+        _, target = output_view(group, out, x, given, share_shape(group, given))
+        refuse_partial_overlap(root, given, target)
+    call = CollectiveCall("scatter", target.dtype.name, root=root, count=target.size, shape=target.shape)
+    _issue_views(collectives, given, target, ("even" if is_root else (), root), stream, call)
+    return out
 
 
 def _agree(group: Group, name: str, root: int, whole: int | None, arrays: tuple[Any, Any]) -> None:
@@ -332,13 +301,3 @@ def _counts(ranks: int, counts: Sequence[int], argument: str) -> list[int]:
     if len(values) != ranks:
         raise ArgumentError(argument, f"{expected}, not {counts!r}")
     return [as_integer(rows, argument, expected, 0) for rows in values]
-
-
-def _rows(view: ArrayView, counts: Sequence[int]) -> list[ArrayView]:
-    row = view.nbytes // view.shape[0] if view.shape and view.shape[0] else 0
-    parts, at = [], view.ptr
-    for count in counts:
-        shape = (count, *view.shape[1:])
-        parts.append(ArrayView(at, shape, view.dtype, view.device, view.writable, view.owner))
-        at += count * row
-    return parts
