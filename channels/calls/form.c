@@ -7,7 +7,7 @@ int proxyccl_is_form(PyObject* object) { return Py_TYPE(object) == form_type; }
 void proxyccl_fill_form(const CallForm* form, const GivenArray* arrays, size_t count, const ReachedRange* output) {
   for (size_t i = 0; i < form->relocation_count; ++i) {
     const Relocation* relocation = &form->relocations[i];
-    *relocation->word = arrays[relocation->array].at + relocation->offset;
+    *(uintptr_t*)(uintptr_t)relocation->word = arrays[relocation->array].at + relocation->offset;
   }
   if (form->peers_words == NULL || output == NULL) return;
   const uintptr_t at = arrays[count - 1].at;
@@ -15,43 +15,19 @@ void proxyccl_fill_form(const CallForm* form, const GivenArray* arrays, size_t c
     form->peers_words[rank] = rank == form->rank ? at : output->bases[rank] + (at - output->start);
 }
 
-/* Reads a list of tuples of `width` numbers. Returns memory that the caller frees, or NULL with an exception. */
-static unsigned long long* read_rows(PyObject* list, size_t width, size_t* count) {
-  const Py_ssize_t rows = PyList_Size(list);
-  if (rows < 0) return NULL;
-  unsigned long long* numbers = PyMem_Calloc((size_t)rows * width + 1, sizeof *numbers);
-  if (numbers == NULL) {
-    PyErr_NoMemory();
-    return NULL;
+/* Reads a list of tuples of `width` numbers. Returns an array of structs of `width` members of type uint64_t, which the
+ * caller frees; or NULL with an exception. */
+static void* read_rows(PyObject* list, size_t width, size_t* count) {
+  *count = (size_t)PyList_Size(list);
+  uint64_t* numbers = PyMem_Calloc(*count * width + 1, sizeof *numbers);
+  if (numbers == NULL) return PyErr_NoMemory();
+  for (size_t i = 0; i < *count * width && PyErr_Occurred() == NULL; ++i) {
+    PyObject* number = PyTuple_GetItem(PyList_GetItem(list, (Py_ssize_t)(i / width)), (Py_ssize_t)(i % width));
+    if (number != NULL) numbers[i] = PyLong_AsUnsignedLongLong(number);
   }
-  for (Py_ssize_t i = 0; i < rows && PyErr_Occurred() == NULL; ++i)
-    for (size_t k = 0; k < width && PyErr_Occurred() == NULL; ++k) {
-      PyObject* number = PyTuple_GetItem(PyList_GetItem(list, i), (Py_ssize_t)k);
-      if (number != NULL) numbers[(size_t)i * width + k] = PyLong_AsUnsignedLongLong(number);
-    }
-  *count = (size_t)rows;
   if (PyErr_Occurred() == NULL) return numbers;
   PyMem_Free(numbers);
   return NULL;
-}
-
-static int read_relocations(CallForm* self, PyObject* given) {
-  unsigned long long* rows = read_rows(given, 3, &self->relocation_count);
-  self->relocations = rows == NULL ? NULL : PyMem_Calloc(self->relocation_count + 1, sizeof *self->relocations);
-  for (size_t i = 0; self->relocations != NULL && i < self->relocation_count; ++i)
-    self->relocations[i] =
-        (Relocation){(uintptr_t*)(uintptr_t)rows[3 * i], (size_t)rows[3 * i + 1], (size_t)rows[3 * i + 2]};
-  PyMem_Free(rows);
-  return self->relocations == NULL ? -1 : 0;
-}
-
-static int read_ranges(CallForm* self, PyObject* given) {
-  unsigned long long* rows = read_rows(given, 2, &self->range_count);
-  self->ranges = rows == NULL ? NULL : PyMem_Calloc(self->range_count + 1, sizeof *self->ranges);
-  for (size_t i = 0; self->ranges != NULL && i < self->range_count; ++i)
-    self->ranges[i] = (AddressRange){(uintptr_t)rows[2 * i], (uintptr_t)rows[2 * i + 1]};
-  PyMem_Free(rows);
-  return self->ranges == NULL ? -1 : 0;
 }
 
 int proxyccl_leave_lock(PyObject* release, int result) {
@@ -123,10 +99,10 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
                                   (void*)(uintptr_t)launch, Py_NewRef(kept)};
   self->peers_words = (uintptr_t*)(uintptr_t)peers_words;
   self->ranks = (size_t)ranks, self->rank = (size_t)rank, self->lent = lent, self->names_memory = names_memory;
-  if (read_relocations(self, relocations) == 0 && read_ranges(self, ranges) == 0) return object;
-  if (PyErr_Occurred() == NULL) PyErr_NoMemory();
-  Py_DECREF(object);
-  return NULL;
+  self->relocations = read_rows(relocations, 3, &self->relocation_count);
+  self->ranges = self->relocations == NULL ? NULL : read_rows(ranges, 2, &self->range_count);
+  if (self->ranges == NULL) Py_CLEAR(object);
+  return object;
 }
 
 static PyType_Slot slots[] = {

@@ -16,13 +16,12 @@ typedef struct PreparedCall {
 
 /* A word of a launch's arguments that holds an address in an array of the call. */
 typedef struct Relocation {
-  uintptr_t* word;
-  size_t array;
-  size_t offset;
+  uint64_t word; /* the word's address */
+  uint64_t array, offset;
 } Relocation;
 
 typedef struct AddressRange {
-  uintptr_t start, end;
+  uint64_t start, end;
 } AddressRange;
 
 /* See Form in _calls.pyi. */

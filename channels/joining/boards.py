@@ -7,11 +7,11 @@ and offers them as one bundle, which takes 3 n requests. With fewer ranks the bu
 
 from __future__ import annotations
 
-import itertools
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+
+import msgspec
 
 from proxyccl.channels.segment.rendezvous import ranks_missing, wait_at_most
 from proxyccl.device.errors import ExchangeError
@@ -105,23 +105,20 @@ class BoardBootstrap:
 
 
 def bundle(messages: Sequence[bytes]) -> bytes:
-    return struct.pack(f"<{len(messages)}Q", *map(len, messages)) + b"".join(messages)
+    return msgspec.msgpack.encode(messages)
 
 
 def unbundle(data: bytes, world_size: int, where: str, rank: int) -> list[bytes]:
-    """Unpacks the messages of `world_size` ranks.
-
-    Args:
-        where: the board's name in error texts.
-        rank: this rank, for error texts.
+    """Unpacks the messages of `world_size` ranks. Errors name the board by `where`, and this rank by `rank`.
 
     Raises:
         ExchangeError: `data` is not a bundle of `world_size` messages.
     """
-    begin = 8 * world_size
-    lengths = struct.unpack_from(f"<{world_size}Q", data) if len(data) >= begin else ()
-    ends = list(itertools.accumulate(lengths, initial=begin))
-    if not lengths or ends[-1] != len(data):
+    try:
+        messages = msgspec.msgpack.decode(data, type=list[bytes])
+    except msgspec.DecodeError:
+        messages = []
+    if len(messages) != world_size:
         raise ExchangeError(
             f"rank 0's message in {where} can't be read: expected the messages of {world_size} ranks, not these "
             f"{len(data)} bytes",
@@ -129,4 +126,4 @@ def unbundle(data: bytes, world_size: int, where: str, rank: int) -> list[bytes]
             peer=0,
             operation="bootstrap",
         )
-    return [data[start:end] for start, end in itertools.pairwise(ends)]
+    return messages
