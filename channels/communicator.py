@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from proxyccl.channels import array_libraries, program_exit, proxy_channel, sm_channel
 from proxyccl.channels.collective_calls import CollectiveCalls
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.request import INVARIANT, SUSPENDABLE, Standing, flag_from, requested_policy
+from proxyccl.channels.collectives.request import CTA_POLICIES, INVARIANT, SUSPENDABLE, Standing, flag_from
 from proxyccl.channels.collectives.tensor_calls import TensorCalls
 from proxyccl.channels.group import Group
 from proxyccl.channels.handles import ChannelSet
@@ -31,7 +31,7 @@ from proxyccl.channels.sm_channel import SmChannel
 from proxyccl.channels.timeouts import as_seconds, timeout_from
 from proxyccl.channels.window import Window
 from proxyccl.device.arguments.flags import as_flag
-from proxyccl.device.arguments.texts import require_text, require_texts
+from proxyccl.device.arguments.texts import choice_from, require_text, require_texts
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.environment import warn_of_unknown
 from proxyccl.device.errors import (
@@ -165,7 +165,8 @@ class Communicator(CollectiveCalls):
             raise ArgumentError("runtime", f"must be a name, a Runtime or None, not {runtime!r}")
         may_suspend = flag_from(suspendable, "suspendable", SUSPENDABLE)
         bits = flag_from(invariant, "invariant", INVARIANT)
-        standing = Standing(requested_policy(cta_policy), bits, may_suspend)
+        policy = choice_from(cta_policy, "cta_policy", "PROXYCCL_CTA_POLICY", CTA_POLICIES)
+        standing = Standing(policy, bits, may_suspend)
         limit_of_environment()  # raises an error for a wrong value before the ranks connect
         proxies = ProxyOptions(requested_place(proxy), fifos, proxy_threads, fifo_size, idle, proxy_cores)
         bounded = timeout_from(timeout)

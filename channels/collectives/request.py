@@ -9,6 +9,7 @@ from proxyccl.channels.collectives.selection import ALGORITHMS_BY_COLLECTIVE, re
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.segment.calls import ANY_ALGORITHM, register_names
 from proxyccl.device.arguments.flags import as_flag
+from proxyccl.device.arguments.texts import as_choice
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Message
 
@@ -53,18 +54,6 @@ def request_for(plan: ExecutionPlan) -> Request:
     return Request(plan.call_name, plan.call_name)
 
 
-def requested_policy(argument: str | None) -> CtaPolicy | None:
-    """Returns the policy that the caller or ``PROXYCCL_CTA_POLICY`` names; None if neither names one.
-
-    Raises:
-        ArgumentError: the named policy does not exist.
-    """
-    name = "cta_policy"
-    if argument is None:
-        argument, name = os.environ.get("PROXYCCL_CTA_POLICY") or None, "PROXYCCL_CTA_POLICY"
-    return None if argument is None else _policy(name, argument)
-
-
 def flag_from(argument: bool | None, name: str, variable: str) -> bool:
     """Returns the argument called `name`, or if it is None the value of an environment variable, which is 0 unless it
     is set.
@@ -78,13 +67,6 @@ def flag_from(argument: bool | None, name: str, variable: str) -> bool:
     if text not in ("0", "1"):
         raise ArgumentError(variable, f"must be 0 or 1, not {text!r}")
     return text == "1"
-
-
-def _policy(argument: str, value: object) -> CtaPolicy:
-    for policy in CTA_POLICIES:
-        if isinstance(value, str) and value == policy:
-            return policy
-    raise ArgumentError(argument, f"{value!r} is not one of {', '.join(map(repr, CTA_POLICIES))}")
 
 
 def request_of(
@@ -101,7 +83,7 @@ def request_of(
     """
     if algorithm is not None and not isinstance(algorithm, str):
         raise ArgumentError("algorithm", f"must be a name or None, not {algorithm!r}")
-    named = None if cta_policy is None else _policy("cta_policy", cta_policy)
+    named = None if cta_policy is None else as_choice(cta_policy, "cta_policy", CTA_POLICIES)
     if not isinstance(symmetric, bool):
         raise ArgumentError("symmetric", f"must be True or False, not {symmetric!r}")
     policy: CtaPolicy = named or standing or "default"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import Struct, structs
 
 from proxyccl.device.arguments.integers import find_integer
-from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
+from proxyccl.device.arguments.texts import choice_from
+from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.device.process.namespaces import proc_view
 from proxyccl.proxy.codec import Codec, Message, Uint64
 from proxyccl.proxy.ring import require_ring_size
@@ -82,20 +82,10 @@ _WISH = Codec(Wish, 4096, "proxy")
 
 
 def requested_place(argument: str | None) -> Where | None:
-    """Returns where the caller or else ``PROXYCCL_PROXY`` wants the proxy to run; None if neither is given.
-
-    Raises:
-        ArgumentError: the value is not one of `PLACES`.
+    """Returns where the caller or else ``PROXYCCL_PROXY`` wants the proxy to run; None if neither is given. Raises
+    ArgumentError for a value that is not one of `PLACES`.
     """
-    name = "proxy"
-    if argument is None:
-        argument, name = os.environ.get("PROXYCCL_PROXY") or None, "PROXYCCL_PROXY"
-    if argument is None:
-        return None
-    for place in PLACES:
-        if isinstance(argument, str) and argument == place:
-            return place
-    raise ArgumentError(name, f"{argument!r} is not one of {', '.join(map(repr, PLACES))}")
+    return choice_from(argument, "proxy", "PROXYCCL_PROXY", PLACES)
 
 
 def default_place(runtime: str) -> Where:

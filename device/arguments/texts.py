@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from proxyccl.device.arguments.integers import find_items
 from proxyccl.device.errors import ArgumentError
+
+T = TypeVar("T", bound=str)
 
 
 def require_text(value: Any, argument: str) -> str:
@@ -32,3 +35,20 @@ def require_texts(values: Any, argument: str) -> tuple[str, ...]:
     if texts is None:
         raise ArgumentError(argument, f"must be a sequence of strings, not {values!r}")
     return tuple(require_text(text, argument) for text in texts)
+
+
+def as_choice(value: Any, argument: str, choices: Sequence[T]) -> T:
+    """Returns `value` if it is one of the texts `choices`. Raises ArgumentError for anything else."""
+    for choice in choices:
+        if isinstance(value, str) and value == choice:
+            return choice
+    raise ArgumentError(argument, f"{value!r} is not one of {', '.join(map(repr, choices))}")
+
+
+def choice_from(value: Any, argument: str, variable: str, choices: Sequence[T]) -> T | None:
+    """Returns `value`, or if that is None the value of an environment variable; None if neither is given. Raises
+    ArgumentError if the value is not one of the texts `choices`.
+    """
+    if value is None:
+        value, argument = os.environ.get(variable) or None, variable
+    return None if value is None else as_choice(value, argument, choices)
