@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from proxyccl.channels.group import Group
 from proxyccl.device.runtime import PinnedMemory
-from proxyccl.proxy.codec import Codec, Message, Uint64
+from proxyccl.proxy.codec import Codec, Uint64
 from proxyccl.proxy.transports.table import TRANSPORTS
 
-
-class _Offer(Message, frozen=True):
-    """A rank's description of its memory."""
-
-    handle: bytes  # the handle by which ranks of the same host map the memory
-    # By remote transport, the address and the key by which peers access the memory.
-    exposed: dict[str, tuple[Uint64, Uint64]]
-
-
-_OFFER = Codec(_Offer, 64 << 10, "pinned memory offer")
+_Offer = tuple[bytes, dict[str, tuple[Uint64, Uint64]]]
+"""A rank's memory: the handle by which ranks of the same host map the memory, and for each remote transport the address
+and the key by which peers access the memory.
+"""
+_OFFER = Codec[_Offer](_Offer, 64 << 10, name="pinned memory offer")
 
 
 class PinnedRange:
@@ -36,7 +31,7 @@ class PinnedRange:
         transports = self._remote.transports
         self._exposed = {name: self._remote.context.expose_pinned(self._memory, name) for name in transports}
         exposed = {name: (memory.address, memory.key) for name, memory in self._exposed.items()}
-        self._offers = group.exchange.all_gather(_Offer(self._memory.handle, exposed), _OFFER, "pinned memory")
+        self._offers = group.exchange.all_gather((self._memory.handle, exposed), _OFFER, "pinned memory")
         self._opened: list[PinnedMemory] = []
         self._own_id: int | None = None
         self._ids: dict[int, int] = {}
@@ -58,13 +53,13 @@ class PinnedRange:
         return self._ids[peer]
 
     def _add(self, peer: int) -> int:
-        group, offer = self._group, self._offers[peer]
+        group, (handle, exposed) = self._group, self._offers[peer]
         transport = group.links.transport(peer)
         if TRANSPORTS[transport].is_remote:
-            address, key = offer.exposed[transport]
+            address, key = exposed[transport]
             return group.links.proxy.add_remote_memory(address, self.nbytes, key)
         with group.mapping_of(peer):
-            self._opened.append(group.runtime.open_pinned(offer.handle))
+            self._opened.append(group.runtime.open_pinned(handle))
         return group.links.proxy.add_pinned_memory(self._opened[-1])
 
     def close(self) -> None:

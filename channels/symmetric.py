@@ -44,15 +44,23 @@ from proxyccl.proxy.trigger import MAX_MEMORIES
 _RESERVED_ENTRIES = 64  # more than the number of staging buffers: three kinds, each with one size per power of two
 
 
-class Announced(Struct):
+class Export(Struct):
+    """A range of this rank's memory that was exported."""
+
+    start: int  # the address of the range
+    end: int  # the first address after the range
+    handle: bytes  # the handle by which peers map the range
+    guard: AllocationGuard  # checks that the range still lies in the allocations that were exported
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+class Announced(Export):
     """A range of this rank's memory that is announced."""
 
     entry: int  # the range's number in the table
-    # `start`, `end`: the range's addresses.
-    start: int
-    end: int
-    handle: bytes  # the exported handle by which peers map the range
-    guard: AllocationGuard  # checks that the range still lies in the allocations that were exported
     # An object that keeps the range from being freed until no peer maps it; None if the owner may free the range at any
     # time.
     memory: object = None
@@ -68,10 +76,6 @@ class Announced(Struct):
     heirs: list[tuple[weakref.ref[SymmetricMemory], Announced]] = field(default_factory=list)
 
     @property
-    def nbytes(self) -> int:
-        return self.end - self.start
-
-    @property
     def ids(self) -> int:
         """The number of memory ids that the range takes in a proxy."""
         return windows_of(self.nbytes)
@@ -80,16 +84,6 @@ class Announced(Struct):
     def has_ids(self) -> bool:
         """Whether a proxy has ids for the range, or peers were asked to assign ids."""
         return self.for_proxies or self.proxy_memory is not None
-
-
-class Export(Struct, frozen=True):
-    """A range of memory that was exported."""
-
-    # `ptr`, `nbytes`: address and size.
-    ptr: int
-    nbytes: int
-    handle: bytes  # the handle by which peers map the range
-    guard: AllocationGuard  # checks that the range still lies in the allocations that were exported
 
 
 class _Handled(Struct):
@@ -167,9 +161,7 @@ class SymmetricMemory:
         self._peers = peers if self.offered else {}  # if not offered, no rank announces memory
         self._lock = threading.RLock()  # guards the fields below, except the mappings
         self._announced: dict[int, Announced] = {}
-        self._unsettled: dict[
-            int, Announced
-        ] = {}  # ranges for which replies of peers, or of their proxies, are missing
+        self._unsettled: dict[int, Announced] = {}  # ranges for which replies of peers or their proxies are missing
         self._free = list(range(ENTRIES - 1, -1, -1))
         self._withdrawn: dict[int, object] = {}  # withdrawn memory, by entry; released when all peers have unmapped it
         self._ended: deque[Announced] = deque()  # ranges of collected arrays; needs no lock
@@ -239,13 +231,13 @@ class SymmetricMemory:
         except ProxyCCLError:  # peers can't map the range
             return None
         if len(handle) <= LONGEST_HANDLE:
-            return Export(ptr, nbytes, handle, AllocationGuard(self._runtime.calls, allocations))
+            return Export(ptr, ptr + nbytes, handle, AllocationGuard(self._runtime.calls, allocations))
         self._runtime.end_export(handle)
         return None
 
     def lend(self, exported: Export) -> None:
         """Announces an exported range unless it has been announced or freed since the export."""
-        if self._is_unchanged(exported) and self.find(exported.ptr, exported.nbytes) is None:
+        if self._is_unchanged(exported) and self.find(exported.start, exported.nbytes) is None:
             self._announce(exported, lent=True)
         else:
             self._runtime.end_export(exported.handle)
@@ -253,16 +245,17 @@ class SymmetricMemory:
     def _announce(
         self, exported: Export, memory: object = None, *, reserved: bool = False, lent: bool = False
     ) -> Announced | None:
-        start, handle = exported.ptr, exported.handle
         with self._lock:
             self.let_go_withdrawn()
             if self._closed or len(self._free) <= (0 if reserved else _RESERVED_ENTRIES):
-                self._runtime.end_export(handle)
+                self._runtime.end_export(exported.handle)
                 return None
-            entry, end = self._free.pop(), start + exported.nbytes
-            announced = Announced(entry, start, end, handle, exported.guard, memory, lent=lent)
-            self._announced[announced.entry] = announced
-            self._own.announce(announced.entry, handle)
+            entry = self._free.pop()
+            announced = Announced(
+                exported.start, exported.end, exported.handle, exported.guard, entry, memory, lent=lent
+            )
+            self._announced[entry] = announced
+            self._own.announce(entry, exported.handle)
             if lent and self._proxy is not None:
                 self._offer_to_proxies(announced)
             self._unsettled[entry] = announced
@@ -448,7 +441,7 @@ class SymmetricMemory:
             self._forget(announced)
         return None
 
-    def _is_unchanged(self, found: Announced | Export) -> bool:
+    def _is_unchanged(self, found: Export) -> bool:
         with self._runtime.current():
             return found.guard.holds
 

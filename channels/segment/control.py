@@ -53,6 +53,8 @@ class KernelWait(Struct, frozen=True):
     seen: int
 
 
+_COPIED_FIELDS = ("rank", "wait", "operation", "status", "expected", "seen", "offset", "size")
+"""The fields that an `ErrorRecord` and a ProxycclErrorRecord hold alike."""
 _ALIGN = 4096
 
 
@@ -163,12 +165,9 @@ class ControlSegment:
         """Stores the record, unless the segment has one already, and sets the abort words of the ranks of this host,
         this rank's word last. Once a rank's abort word is set, all waits of the rank's kernels fail.
         """
-        filed = ffi.new("ProxycclErrorRecord *")
-        filed.code, filed.rank, filed.wait, filed.operation = record.code, record.rank, record.wait, record.operation
+        filed = ffi.new("ProxycclErrorRecord *", {name: getattr(record, name) for name in ("code", *_COPIED_FIELDS)})
         filed.peer = NO_PEER if record.peer is None else record.peer
         filed.channel = MAX_CHANNELS if record.channel is None else record.channel
-        filed.status, filed.expected, filed.seen = record.status, record.expected, record.seen
-        filed.offset, filed.size = record.offset, record.size
         with self._filing:
             if record.cause and lib.proxyccl_control_record(self._control, filed) == lib.PROXYCCL_RECORD_EMPTY:
                 # The pairing abort publishes the cause together with the record.
@@ -210,17 +209,10 @@ class ControlSegment:
     def _read_record(self, error: ProxycclErrorRecordPointer) -> ErrorRecord:
         length = min(ctypes.c_uint32.from_address(self._cause).value, MOST_CAUSE_BYTES)
         return ErrorRecord(
+            **{name: getattr(error, name) for name in _COPIED_FIELDS},
             code=error.code or lib.proxyccl_control_abort(self._control),
-            rank=error.rank,
             peer=None if error.peer == NO_PEER else error.peer,
-            wait=error.wait,
-            operation=error.operation,
             channel=error.channel if error.channel < MAX_CHANNELS else None,
-            status=error.status,
-            expected=error.expected,
-            seen=error.seen,
-            offset=error.offset,
-            size=error.size,
             cause=ctypes.string_at(self._cause + 4, length).decode(errors="replace") if error.code else "",
         )
 
