@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar, overload
 
+from msgspec import Struct
+
 from proxyccl.channels.device_memory import DeviceMemory
 from proxyccl.device._native import ffi
 from proxyccl.device.arguments.integers import find_integer
@@ -20,20 +22,13 @@ if TYPE_CHECKING:
     from proxyccl.device._native import CData  # `CData` exists only in the type stub, not in cffi's module
 
 
-class DeviceHandle:
-    """A part of a channel (its semaphore or its ring) that a kernel takes by value.
+class DeviceHandle(Struct, frozen=True):
+    """A part of a channel (its semaphore or its ring) that a kernel takes by value."""
 
-    Attributes:
-        handle_kind: the handle's ProxycclHandleKind, which a kernel's parameter must have.
-        device_handle: the struct that the kernel sees, as bytes.
-        sleepers: wakes the proxy that takes triggers from the ring; None for a semaphore.
-    """
-
-    def __init__(self, kind: int, handle: bytes, kept: object, sleepers: Sleepers | None = None) -> None:
-        self.handle_kind = kind
-        self.device_handle = handle
-        self.sleepers = sleepers
-        self._kept = kept
+    handle_kind: int  # the handle's ProxycclHandleKind, which a kernel's parameter must have
+    device_handle: bytes  # the struct that the kernel sees
+    kept: object  # what must live as long as the handle
+    sleepers: Sleepers | None = None  # wakes the proxy that takes triggers from the ring; None for a semaphore
 
 
 class HandleArray:

@@ -72,16 +72,12 @@ class Calls:
             the handle of a stream, ordered after the latest call, and calls `set_stream`; ``context()`` makes the
             device current in a block; ``keep(objects, stream, handle)`` keeps objects until the stream has passed the
             work that it has.
-
-    Attributes:
-        stream: the handle of the stream of the latest call; None if the next call must call `turn` to order its stream.
-        made: the number of calls issued.
-        prepared: the number of forms prepared.
     """
 
+    # The handle of the stream of the latest call; None if the next call must call `turn` to order its stream.
     stream: int | None
-    made: int
-    prepared: int
+    made: int  # the number of calls issued
+    prepared: int  # the number of forms prepared
 
     def __new__(
         cls,
@@ -187,12 +183,9 @@ class FlowCalls:
             objects until the stream has passed the work that it has; ``make_event()`` returns the handle of an event;
             ``take_stream()`` returns a stream for a call that waits; ``wait(stream)`` waits for that stream's work, and
             makes the stream available for other calls.
-
-    Attributes:
-        events: handles of the events that were made.
     """
 
-    events: list[int]
+    events: list[int]  # handles of the events that were made
 
     def __new__(
         cls,
@@ -236,17 +229,12 @@ class FlowCalls:
         """Whether `call` can send an array, or receive in the array; otherwise Python must handle the array."""
 
 class Descriptor:
-    """The part of `EPAllToAllLayoutDesc` that C reads and writes.
-
-    Attributes:
-        like: an array of the library and device of the tables.
-        missing: the reason why the rows have not been received; None once they have been received.
-    """
+    """The part of `EPAllToAllLayoutDesc` that C reads and writes."""
 
     owner: Any
-    like: Any
+    like: Any  # an array of the library and device of the tables
     stream: Any
-    missing: str | None
+    missing: str | None  # the reason why the rows have not been received; None once they have been received
     number: int
     num_dispatch_token_cur_rank: int
     rows: int
@@ -362,20 +350,13 @@ class CombineForm:
     ) -> CombineForm: ...
 
 class SentCall:
-    """A dispatch or a combine whose first half is queued.
+    """A dispatch or a combine whose first half is queued."""
 
-    Attributes:
-        desc: the dispatch's descriptor, filled when rows are received.
-        stream: the stream of the first half.
-        rows: a dispatch's output, None while its size is unknown; or the rows passed to a combine.
-        owners: the arrays that kernels use.
-        recorded: the caller's tokens or rows, and their weights, if the call is recorded for a backward pass.
-    """
-
-    desc: Any
-    stream: Any
-    rows: Any
-    owners: tuple[Any, ...]
+    desc: Any  # the dispatch's descriptor, filled when rows are received
+    stream: Any  # the stream of the first half
+    rows: Any  # a dispatch's output, None while its size is unknown; or the rows passed to a combine
+    owners: tuple[Any, ...]  # the arrays that kernels use
+    # The caller's tokens or rows, and their weights, if the call is recorded for a backward pass.
     recorded: tuple[Any, ...]
     def receive(self, stream: Any, out: Any = None, /) -> Any:
         """Issues the second half on a stream. Returns a dispatch's rows, their weights and the descriptor; or the

@@ -48,12 +48,6 @@ static Py_ssize_t number(PyObject* found) {
   return value;
 }
 
-static uintptr_t address(PyObject* found) {
-  const uintptr_t value = found == NULL ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(found);
-  Py_XDECREF(found);
-  return PyErr_Occurred() != NULL ? 0 : value;
-}
-
 /* Releases `found`, and returns whether it was `expected`, which is True or False. */
 static int is(PyObject* found, PyObject* expected) {
   Py_XDECREF(found); /* True and False are never freed */
@@ -85,7 +79,7 @@ static int read_elements(PyObject* x, GivenArray* array) {
 static int has_memory(PyObject* x, const GivenArray* array) {
   PyObject* storage = call(x, NAME_untyped_storage);
   const Py_ssize_t held = storage == NULL ? -1 : number(call(storage, NAME_nbytes));
-  const uintptr_t first = held <= 0 ? 0 : address(call(storage, NAME_data_ptr));
+  const uintptr_t first = held <= 0 ? 0 : proxyccl_take_address(call(storage, NAME_data_ptr));
   Py_XDECREF(storage);
   return first != 0 && first <= array->at && array->at + array->bytes <= first + (size_t)held;
 }
@@ -154,7 +148,8 @@ static int read_of_array(const ArrayTypes* types, PyObject* x, GivenArray* array
   PyObject* known = array->kind.type == types->array ? PyObject_GetAttr(x, names[NAME_address]) : NULL;
   if (known == Py_None) Py_CLEAR(known);
   if (PyErr_Occurred() != NULL) return 0;
-  array->at = address(known != NULL ? known : PyObject_GetAttr(x, names[NAME_ptr])); /* raises if the array was freed */
+  array->at = proxyccl_take_address(
+      known != NULL ? known : PyObject_GetAttr(x, names[NAME_ptr])); /* raises if the array was freed */
   if (PyErr_Occurred() != NULL || !read_elements(x, array)) return 0;
   if (array->kind.type == types->array)
     return (array->kind.runtime = PyObject_GetAttr(x, names[NAME__runtime])) != NULL;

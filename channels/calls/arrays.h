@@ -49,6 +49,13 @@ static inline void proxyccl_drop_kind(const ArrayKind* kind) {
   Py_VISIT((kind).element);         \
   Py_VISIT((kind).runtime);
 
+/* Releases a Python number, and returns it as an address or a handle. Returns 0 with an exception if `number` is NULL
+ * or not such a number. */
+static inline uintptr_t proxyccl_take_address(PyObject* number) {
+  const uintptr_t value = number == NULL ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(number);
+  Py_XDECREF(number);
+  return PyErr_Occurred() != NULL ? 0 : value;
+}
 /* Returns 0, or -1 with an exception. */
 int proxyccl_name_array_attributes(void);
 /* Reads the tuple of `array_types` (launches.py), and takes references to its items. Returns 0, or -1 with an

@@ -240,10 +240,7 @@ static int issue(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t 
 static uint32_t take_event(FlowCalls* self) {
   for (uint32_t i = 0; i < self->event_count; ++i)
     if (self->events[i].flows == 0) return i + 1;
-  PyObject* made = PyObject_CallNoArgs(self->make_event);
-  if (made == NULL) return 0;
-  const uintptr_t handle = (uintptr_t)PyLong_AsUnsignedLongLong(made);
-  Py_DECREF(made);
+  const uintptr_t handle = proxyccl_take_address(PyObject_CallNoArgs(self->make_event));
   if (PyErr_Occurred() != NULL) return 0;
   self->events[self->event_count] = (Event){.handle = handle};
   return ++self->event_count;
@@ -267,10 +264,9 @@ static int issue_without_gil(FlowCalls* self, const Moves* moves, uint32_t event
 
 /* Returns 0, or -1 with an exception. */
 static int issue_here(FlowCalls* self, Moves* moves, uintptr_t stream, int named) {
-  if (!is_open(self)) { /* `issue` checks the abort word once more */
-    PyObject* usable = PyObject_CallMethod(self->failure, "require_usable", NULL);
-    Py_XDECREF(usable);
-  }
+  /* `issue` checks the abort word once more. */
+  if (!is_open(self) && proxyccl_take_result(PyObject_CallMethod(self->failure, "require_usable", NULL)) != 0)
+    return -1;
   const uint32_t event = PyErr_Occurred() != NULL ? 0 : take_event(self);
   if (event == 0) return -1;
   order_moves(self, moves);
@@ -287,9 +283,7 @@ static int issue_here(FlowCalls* self, Moves* moves, uintptr_t stream, int named
 }
 
 static int issue_locked(FlowCalls* self, Moves* moves, uintptr_t stream, int named) {
-  PyObject* locked = PyObject_CallNoArgs(self->acquire);
-  Py_XDECREF(locked);
-  if (locked == NULL) return -1;
+  if (proxyccl_take_result(PyObject_CallNoArgs(self->acquire)) != 0) return -1;
   const int issued = issue_here(self, moves, stream, named);
   return proxyccl_leave_lock(self->release, issued);
 }
@@ -297,15 +291,9 @@ static int issue_locked(FlowCalls* self, Moves* moves, uintptr_t stream, int nam
 /* Issues moves on a separate stream, and waits until they are complete. Returns 0, or -1 with an exception. */
 static int issue_and_wait(FlowCalls* self, Moves* moves) {
   PyObject* stream = PyObject_CallNoArgs(self->take_stream);
-  PyObject* handle = stream == NULL ? NULL : PyObject_GetAttrString(stream, "handle");
-  const uintptr_t own = handle == NULL ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(handle);
-  Py_XDECREF(handle);
+  const uintptr_t own = stream == NULL ? 0 : proxyccl_take_address(PyObject_GetAttrString(stream, "handle"));
   int issued = PyErr_Occurred() != NULL ? -1 : issue_locked(self, moves, own, 0);
-  if (issued == 0) {
-    PyObject* waited = PyObject_CallFunctionObjArgs(self->await, stream, NULL);
-    if (waited == NULL) issued = -1;
-    Py_XDECREF(waited);
-  }
+  if (issued == 0) issued = proxyccl_take_result(PyObject_CallFunctionObjArgs(self->await, stream, NULL));
   Py_XDECREF(stream);
   return issued;
 }
@@ -316,8 +304,7 @@ static int find_handle(const FlowCalls* self, PyObject* stream, int own, uintptr
   PyObject* found = (own && PyLong_Check(stream)) || Py_TYPE(stream) == self->current_stream
                         ? Py_NewRef(stream)
                         : PyObject_CallFunctionObjArgs(self->handle_of, stream, NULL);
-  *handle = found == NULL ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(found);
-  Py_XDECREF(found);
+  *handle = proxyccl_take_address(found);
   return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
@@ -328,20 +315,14 @@ static int issue_call(FlowCalls* self, Moves* moves, PyObject* stream, PyObject*
   const int waits = stream == Py_None && self->types.device < 0;
   uintptr_t handle = 0;
   if (!waits && find_handle(self, stream, owners == NULL, &handle) != 0) return -1;
-  if (agree != NULL) {
-    PyObject* agreed = PyObject_CallFunctionObjArgs(agree, owners, NULL);
-    Py_XDECREF(agreed);
-    if (agreed == NULL) return -1;
-  }
+  if (agree != NULL && proxyccl_take_result(PyObject_CallFunctionObjArgs(agree, owners, NULL)) != 0) return -1;
   if (moves->count == 0) return 0;
   if (waits) return issue_and_wait(self, moves);
   /* The handle of a stream object may be reused after the object is closed; a stream that is passed as a number stays
    * open. */
   if (issue_locked(self, moves, handle, PyLong_Check(stream)) != 0) return -1;
   if (owners == NULL || Py_TYPE(stream) == self->current_stream) return 0;
-  PyObject* kept = PyObject_CallFunction(self->keep, "OOK", owners, stream, (unsigned long long)handle);
-  Py_XDECREF(kept);
-  return kept == NULL ? -1 : 0;
+  return proxyccl_take_result(PyObject_CallFunction(self->keep, "OOK", owners, stream, (unsigned long long)handle));
 }
 
 /* -- the arrays of a call --- */

@@ -54,10 +54,9 @@ PyObject* proxyccl_enter_context(PyObject* make) {
 }
 
 int proxyccl_leave_context(PyObject* context) {
-  PyObject* left = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
-  Py_XDECREF(left);
+  const int left = proxyccl_take_result(PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None));
   Py_DECREF(context);
-  return left == NULL ? -1 : 0;
+  return left;
 }
 
 static int traverse(PyObject* object, visitproc visit, void* arg) {

@@ -46,6 +46,11 @@ int proxyccl_is_form(PyObject* object);
 /* Adds the type Form to the module. Returns 0, or -1 with an exception. */
 int proxyccl_add_form(PyObject* module);
 
+/* Releases what a Python function returned. Returns 0, or -1 with an exception if the function raised one. */
+static inline int proxyccl_take_result(PyObject* result) {
+  Py_XDECREF(result);
+  return result == NULL ? -1 : 0;
+}
 /* Calls `release`, a Python function, and keeps an exception that is already set. Returns `result`, or -1 with an
  * exception. */
 int proxyccl_leave_lock(PyObject* release, int result);

@@ -45,9 +45,7 @@ typedef struct Calls {
 /* -- streams --- */
 
 static int call_turn(Calls* self, PyObject* stream, uintptr_t* handle) {
-  PyObject* turned = PyObject_CallFunctionObjArgs(self->turn, stream, NULL); /* `turn` calls set_stream */
-  *handle = turned == NULL ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(turned);
-  Py_XDECREF(turned);
+  *handle = proxyccl_take_address(PyObject_CallFunctionObjArgs(self->turn, stream, NULL)); /* calls set_stream */
   return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
@@ -104,9 +102,7 @@ static int refuse(Calls* self, int status, PyObject* kept) {
 }
 
 static int take_lock(Calls* self) {
-  PyObject* locked = self->acquire == NULL ? NULL : PyObject_CallNoArgs(self->acquire);
-  Py_XDECREF(locked);
-  if (locked != NULL) return 0;
+  if (self->acquire != NULL && proxyccl_take_result(PyObject_CallNoArgs(self->acquire)) == 0) return 0;
   if (PyErr_Occurred() == NULL) PyErr_SetString(PyExc_RuntimeError, "the calls were cleared");
   return -1;
 }
@@ -176,10 +172,10 @@ static int note_lent(Calls* self, const Making* call) {
     if (self->wanted[i].at != array->at || self->wanted[i].bytes != array->bytes) continue;
     self->wanted[i] = self->wanted[--self->wanted_count];
     PyObject* lend = Py_NewRef(self->lend); /* `want` may replace self->lend during the call */
-    PyObject* lent = PyObject_CallFunction(lend, "KK", (unsigned long long)array->at, (unsigned long long)array->bytes);
+    const int lent = proxyccl_take_result(
+        PyObject_CallFunction(lend, "KK", (unsigned long long)array->at, (unsigned long long)array->bytes));
     Py_DECREF(lend);
-    Py_XDECREF(lent);
-    return lent == NULL ? -1 : 0;
+    return lent;
   }
   if (self->note_count < MOST_NOTES) self->notes[self->note_count++] = (Note){array->at, array->bytes};
   return 0;
@@ -282,12 +278,10 @@ static PyObject* make_any(PyObject* object, PyObject* const* arguments, Py_ssize
   Making call;
   begin(&call, arguments, 0);
   int made = make_call(self, &call);
-  if (made > 0 && call.stream != Py_None && Py_TYPE(call.stream) != self->current_stream) {
-    PyObject* kept = PyObject_CallFunction(self->keep, "(OOO)OK", call.x, call.out, (PyObject*)call.form, call.stream,
-                                           (unsigned long long)call.handle);
-    if (kept == NULL) made = -1;
-    Py_XDECREF(kept);
-  }
+  if (made > 0 && call.stream != Py_None && Py_TYPE(call.stream) != self->current_stream &&
+      proxyccl_take_result(PyObject_CallFunction(self->keep, "(OOO)OK", call.x, call.out, (PyObject*)call.form,
+                                                 call.stream, (unsigned long long)call.handle)) != 0)
+    made = -1;
   if (made > 0 && note_lent(self, &call) != 0) made = -1;
   Py_XDECREF((PyObject*)call.form);
   return made < 0 ? NULL : PyBool_FromLong(made);

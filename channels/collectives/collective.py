@@ -71,21 +71,14 @@ class Call(Struct, frozen=True):
 class Collective(ABC):
     """The base class of collectives. To add a collective, derive a class with a name, `shape` and `launch`, and add a
     row in `table.py`.
-
-    Attributes:
-        name: the name that the call log shows.
-        reduces: whether callers give an operator.
-        rooted: whether callers name a root.
-        in_place: whether a call without an output overwrites its input.
-        copies_alone: whether a call on a communicator of one rank only copies the input to the output.
-        ranges: start and end addresses of registered memory; deregistering it drops the prepared calls that use it.
     """
 
-    name: str
-    reduces = False
-    rooted = False
-    in_place = False
-    copies_alone = True
+    name: str  # the name that the call log shows
+    reduces = False  # whether callers give an operator
+    rooted = False  # whether callers name a root
+    in_place = False  # whether a call without an output overwrites its input
+    copies_alone = True  # whether a call on a communicator of one rank only copies the input to the output
+    # Start and end addresses of registered memory; deregistering it drops the prepared calls that use it.
     ranges: tuple[tuple[int, int], ...] = ()
 
     @property

@@ -24,16 +24,11 @@ BUNDLE = "all"
 class BoardBootstrap:
     """A `Bootstrap` over a board. Subclasses implement the board. A message's key is the number of the all-gather (the
     round) and the sender's rank, or `BUNDLE`.
-
-    Attributes:
-        where: the board's name in error texts, or "".
-        is_shared: whether each rank can get any message; otherwise a rank gets only messages addressed to it.
-        longest_pause: the longest time between a waiting rank's polls of the board, in seconds.
     """
 
-    where = ""
-    is_shared = True
-    longest_pause = 1e-3
+    where = ""  # the board's name in error texts
+    is_shared = True  # whether each rank can get any message; otherwise a rank gets only messages addressed to it
+    longest_pause = 1e-3  # the longest time between a waiting rank's polls of the board, in seconds
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
