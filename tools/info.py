@@ -52,7 +52,7 @@ from proxyccl.proxy.thread import IdlePolicy, choose_idle
 from proxyccl.proxy.verbs import pyverbs_api
 from proxyccl.proxy.verbs.devices import active_ports, choose_devices, placed_ports, rdma_devices
 from proxyccl.proxy.verbs.requirements import missing
-from proxyccl.tools.results import Fields, machine, own_version, versions
+from proxyccl.tools.results import Fields, installed_version, machine, versions
 from proxyccl.tools.top import share_of_a_core
 from proxyccl.tools.tune import in_words
 
@@ -423,7 +423,7 @@ def _marks(out: TextIO) -> tuple[str, str, str]:
 def show(found: list[Finding], out: TextIO) -> None:
     yes, no, arrow = _marks(out)
     facts = machine()
-    print(f"ProxyCCL {own_version()} on Python {platform.python_version()}", file=out)
+    print(f"ProxyCCL {installed_version('proxyccl') or ''} on Python {platform.python_version()}", file=out)
     print(f"{facts['cpu']}, {facts['cores']} cores, {facts['system']} {facts['architecture']}", file=out)
     width = max(len(shown(finding.name)) for finding in found)
     section = ""

@@ -102,7 +102,7 @@ def as_json(communicators: Sequence[CommunicatorView], seconds: float) -> str:
         "nccl_version": f"ProxyCCL {version('proxyccl')}",
         "cuda_runtime_version": -1,
         "cuda_driver_version": -1,
-        "timestamp": _now(),
+        "timestamp": time.strftime("%Y-%m-%d %H:%M:%S"),  # local time, because clients parse the text with mktime
         "communicators_count": len(found),
         "communicators": found,
         "ras": {"collection_time_sec": round(seconds, 3), "timeouts_count": 0},
@@ -128,14 +128,10 @@ def _rank(view: RankView, host: str) -> dict[str, object]:
     }
 
 
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S")  # local time, because clients parse the text with mktime
-
-
 class _Summary:
     def __init__(self, of: CommunicatorView) -> None:
         self.of = of
-        self.states = Counter(_state(view) for view in of.present)
+        self.states = Counter(_STATES[view.state] for view in of.present)
         self.differing = [
             name
             for name in sorted({name for view in of.present for name in _counts(view)})
@@ -152,10 +148,6 @@ class _Summary:
     @property
     def group(self) -> tuple[int, str, str]:
         return -self.of.size, self.status, self.errors
-
-
-def _state(view: RankView) -> str:
-    return _STATES[view.state]
 
 
 def as_text(communicators: Sequence[CommunicatorView], seconds: float, *, verbose: bool) -> str:
@@ -228,7 +220,7 @@ def _warnings(name: str, each: _Summary, most: Callable[[Sequence[object]], int]
     yield f"{name} MISMATCH"
     if len(each.states) > 1:
         yield "  Communicator ranks have different status"
-        yield from _by_value(ranks, _state, lambda state: f"status {state}", most)
+        yield from _by_value(ranks, lambda view: _STATES[view.state], lambda state: f"status {state}", most)
     for collective in each.differing:
         yield f"  Communicator ranks have different {collective} operation counts"
         yield from _by_value(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,13 +35,6 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def own_version() -> str:
-    """Returns this library's version, from the name of pip's metadata directory; "" if the library is not installed."""
-    found = (path for place in sys.path for path in Path(place).glob("proxyccl-*.dist-info"))
-    described = next(found, None)
-    return described.stem.partition("-")[2] if described else ""
 
 
 def machine() -> Fields:

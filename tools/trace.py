@@ -114,31 +114,22 @@ class _Agent(_Events):
 
 
 class _Process(_Events):
-    def __init__(
-        self, pid: int, trace: ServiceTrace, start_ns: int, end_ns: int, write: Callable[[str], object]
-    ) -> None:
-        super().__init__(pid, start_ns, write)
-        self._trace = trace
-        self._end_ns = end_ns
-
-    def write(self) -> None:
-        service = self._trace.publication
+    def write(self, trace: ServiceTrace, end_ns: int) -> None:
+        service = trace.publication
         rank = service.description
         name = f"rank {rank.rank} of {rank.world_size} ({rank.program}, job {rank.job}, proxy in process {service.pid})"
         self._describe("process", 0, name, rank.rank)
         threads = [self._track(f"proxy thread {worker}") for worker in range(service.workers)]
-        together = [list(alike) for _, alike in itertools.groupby(self._trace.triggers, _alike)]
+        together = [list(alike) for _, alike in itertools.groupby(trace.triggers, _alike)]
         ordered = sorted(together, key=lambda run: (run[0].trigger.channel, run[-1].issued_ns))
         for channel, runs in itertools.groupby(ordered, lambda run: run[0].trigger.channel):
-            self._write_channel(channel, runs, threads)
-        for channel, waits in itertools.groupby(
-            sorted(self._trace.waits, key=lambda wait: (wait.channel, wait.begin_ns, wait.end_ns)),
-            lambda wait: wait.channel,
-        ):
-            self._write_waits(channel, waits)
+            self._write_channel(trace, end_ns, channel, runs, threads)
+        by_channel = sorted(trace.waits, key=lambda wait: (wait.channel, wait.begin_ns, wait.end_ns))
+        for channel, waits in itertools.groupby(by_channel, lambda wait: wait.channel):
+            self._write_waits(trace, channel, waits)
 
-    def _write_waits(self, channel: int, waits: Iterator[TracedWait]) -> None:
-        peer, _ = self._trace.routes.get(channel, (None, ""))
+    def _write_waits(self, trace: ServiceTrace, channel: int, waits: Iterator[TracedWait]) -> None:
+        peer, _ = trace.routes.get(channel, (None, ""))
         of = f"channel {channel}" if peer is None else f"rank {peer}"
         lanes = _Lanes(self._track, f"waits for {of} on channel {channel}")
         for wait in waits:
@@ -147,15 +138,17 @@ class _Process(_Events):
             track = lanes.take(wait.begin_ns, wait.end_ns)
             self._span(json.dumps(what), "wait", track, wait.begin_ns, wait.end_ns, arguments)
 
-    def _write_channel(self, channel: int, runs: Iterator[list[TracedTrigger]], threads: list[int]) -> None:
-        peer, transport = self._trace.routes.get(channel, (None, "unknown"))
-        way = self._trace.publication.description.way_text(peer)
+    def _write_channel(
+        self, trace: ServiceTrace, end_ns: int, channel: int, runs: Iterator[list[TracedTrigger]], threads: list[int]
+    ) -> None:
+        peer, transport = trace.routes.get(channel, (None, "unknown"))
+        way = trace.publication.description.way_text(peer)
         transport += f", {way}" if way else ""
         name = f"channel {channel} " + (f"({transport})" if peer is None else f"→ rank {peer} ({transport})")
         lanes = _Lanes(self._track, name)
         for run in runs:
             first, issued, completed = run[0], run[-1].issued_ns, run[0].completed_ns
-            done = self._end_ns if completed is None else completed
+            done = end_ns if completed is None else completed
             track = lanes.take(issued, done)
             what = json.dumps(_name_of(run))
             arguments = json.dumps(
@@ -189,7 +182,7 @@ def write_trace(path: Path, traces: list[ServiceTrace], agents: Sequence[AgentTr
             return file.write(next(separators) + event)
 
         for pid, trace in enumerate(traces, 1):
-            _Process(pid, trace, start, end, write).write()
+            _Process(pid, start, write).write(trace, end)
         for pid, agent in enumerate(agents, 1 + len(traces)):
             _Agent(pid, start, write).write(agent)
         other = {

@@ -91,8 +91,11 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
     """Returns the exception that this rank raises for an error record. `cause`: details, if this rank itself has
     failed.
     """
-    said = cause if cause and record.rank == own_rank else record.cause
-    return _EXCEPTIONS.get(record.code, _ended)(_Account(record, own_rank, said))
+    account = _Account(record, own_rank, cause if cause and record.rank == own_rank else record.cause)
+    if record.code in _EXCEPTIONS:
+        return _EXCEPTIONS[record.code](account)
+    text = _TEXTS.get(record.code, "{of.who} ended the communicator{of.because}")
+    return account.error(*_KINDS.get(record.code, (AbortedError, "abort")), text.format(of=account))
 
 
 def bounded(text: str) -> str:
@@ -119,6 +122,8 @@ class _Account:
         who: the rank that noticed the failure, as text.
         peer: " from rank" and the rank that the error concerns; "" if there is none.
         on: " on channel" and the channel that the error concerns; "" if there is none.
+        wait: the event that a kernel waits for, as text.
+        because: ": " and the cause; "" if the cause is not known.
     """
 
     def __init__(self, record: ErrorRecord, own_rank: int, cause: str) -> None:
@@ -126,10 +131,8 @@ class _Account:
         self.who = "this rank" if record.rank == own_rank else f"rank {record.rank}"
         self.peer = f" from rank {record.peer}" if record.peer is not None else ""
         self.on = f" on channel {record.channel}" if record.channel is not None else ""
-
-    def with_cause(self, message: str, otherwise: str = "") -> str:
-        cause = self.cause or otherwise
-        return f"{message}: {cause}" if cause else message
+        self.wait = WAITS.get(record.wait, "a signal")
+        self.because = f": {cause}" if cause else ""
 
     def error(
         self, kind: type[CommunicatorError], operation: str, message: str, **details: int | None
@@ -156,17 +159,13 @@ def _timed_out(of: _Account) -> CommunicatorError:
     return of.error(WaitTimeoutError, f"wait for {what}", message, **details)
 
 
-def _peer_lost(of: _Account) -> CommunicatorError:
-    return of.error(PeerLostError, "watch", f"the process of rank {of.record.peer} ended (seen by {of.who})")
-
-
 def _proxy_lost(of: _Account) -> CommunicatorError:
     message = f"the node daemon of {of.who} is lost"
     if of.on:
         message = f"a handler{of.on} holds up the proxy of {of.who}"
     elif of.record.status:
         message = f"the proxy of {of.who} hangs"
-    return of.error(ProxyLostError, "watch", of.with_cause(message))
+    return of.error(ProxyLostError, "watch", message + of.because)
 
 
 def _transfer_failed(of: _Account) -> CommunicatorError:
@@ -175,8 +174,8 @@ def _transfer_failed(of: _Account) -> CommunicatorError:
     operation = _operation(record) if record.operation else "a transfer"
     direction = "from" if record.operation & Operation.GET else "to"
     to = f" {direction} rank {record.peer}" if record.peer is not None else ""
-    message = f"{of.who}'s proxy: {operation}{to}{of.on} failed with status {record.status}"
-    message = of.with_cause(message, text_of_status(record.status))
+    cause = of.cause or text_of_status(record.status)
+    message = f"{of.who}'s proxy: {operation}{to}{of.on} failed with status {record.status}{cause and f': {cause}'}"
     return of.error(TransportError, operation, message, offset=record.offset)
 
 
@@ -186,17 +185,16 @@ def _bad_trigger(of: _Account) -> CommunicatorError:
     direction = "from" if record.operation & Operation.GET else "to"
     to = f" {direction} rank {record.peer}" if record.peer is not None else ""
     message = f"{of.who} pushed a trigger that was refused: {operation}{extent}{to}{of.on}"
-    memory = SM_MEMORIES.get(record.wait)
-    cause = ""
-    if memory is not None:  # the kernel refused the memory with id `expected`
+    cause, memory = of.because, SM_MEMORIES.get(record.wait)
+    if memory is not None and not cause:  # the kernel refused the memory with id `expected`
         size = f"of {record.seen} bytes" if record.seen else f"(memory id {record.expected}, which is not registered)"
-        cause = f"the transfer leaves {memory} {size}"
-    return of.error(TriggerError, operation, of.with_cause(message, cause), offset=record.offset)
+        cause = f": the transfer leaves {memory} {size}"
+    return of.error(TriggerError, operation, message + cause, offset=record.offset)
 
 
 def _bad_schedule(of: _Account) -> CommunicatorError:
     message = f"the proxy of {of.who} refused schedule {of.record.expected}{of.peer and f' with rank {of.record.peer}'}"
-    return of.error(TriggerError, "schedule", of.with_cause(message))
+    return of.error(TriggerError, "schedule", message + of.because)
 
 
 def _out_of_range(of: _Account) -> CommunicatorError:
@@ -213,32 +211,6 @@ def _out_of_range(of: _Account) -> CommunicatorError:
     return of.error(TriggerError, call, message, offset=record.offset)
 
 
-def _shared_wait(of: _Account) -> CommunicatorError:
-    what = WAITS.get(of.record.wait, "a signal")
-    message = (
-        f"two threads of {of.who} waited at once for {what}{of.peer}{of.on}; one thread calls wait(), and the others "
-        "of its block continue after __syncthreads()"
-    )
-    return of.error(TriggerError, "wait", message)
-
-
-def _signal_value(of: _Account) -> CommunicatorError:
-    record = of.record
-    message = (
-        f"{of.who} signalled rank {record.peer} with the value {record.seen}; expected one above the count of "
-        f"signals, {record.expected}"
-    )
-    return of.error(TriggerError, "signal", message)
-
-
-def _invalid_flag(of: _Account) -> CommunicatorError:
-    return of.error(TriggerError, "packet", f"a kernel of {of.who} used packet flag 0, which fresh memory holds")
-
-
-def _handler_raised(of: _Account) -> CommunicatorError:
-    return of.error(HandlerError, "handler", of.with_cause(f"a handler on {of.who} raised{of.on}"))
-
-
 def _transfer_size(of: _Account) -> CommunicatorError:
     record = of.record
     return of.mismatch("size", f"{of.who} receives {record.expected} bytes{of.peer}, which sends {record.seen}")
@@ -249,40 +221,43 @@ def _mismatch(of: _Account) -> CommunicatorError:
     return of.mismatch(argument, f"{argument}: {of.cause or f'{of.who} and rank {of.record.peer} differ'}")
 
 
-def _parent_ended(of: _Account) -> CommunicatorError:
-    message = f"the communicator that this one was split from has ended (seen by {of.who})"
-    return of.error(AbortedError, "abort", message)
-
-
 def _context_lost(of: _Account) -> CommunicatorError:
     status = of.record.status
     what = LOST_CONTEXT.get(status, "the driver failed")
-    message = f"{of.who} lost its context on the GPU: {what} (status {status})"
-    return of.error(ContextLostError, "context", of.with_cause(message))
-
-
-def _ended(of: _Account) -> CommunicatorError:
-    return of.error(AbortedError, "abort", of.with_cause(f"{of.who} ended the communicator"))
+    message = f"{of.who} lost its context on the GPU: {what} (status {status}){of.because}"
+    return of.error(ContextLostError, "context", message)
 
 
 _EXCEPTIONS: dict[int, Callable[[_Account], CommunicatorError]] = {
     lib.PROXYCCL_ERROR_TIMEOUT: _timed_out,
-    lib.PROXYCCL_ERROR_PEER_LOST: _peer_lost,
     lib.PROXYCCL_ERROR_PROXY_LOST: _proxy_lost,
     lib.PROXYCCL_ERROR_TRANSPORT: _transfer_failed,
     lib.PROXYCCL_ERROR_BAD_TRIGGER: _bad_trigger,
     lib.PROXYCCL_ERROR_BAD_SCHEDULE: _bad_schedule,
     lib.PROXYCCL_ERROR_OUT_OF_RANGE: _out_of_range,
-    lib.PROXYCCL_ERROR_SHARED_WAIT: _shared_wait,
-    lib.PROXYCCL_ERROR_SIGNAL_VALUE: _signal_value,
-    lib.PROXYCCL_ERROR_INVALID_FLAG: _invalid_flag,
-    lib.PROXYCCL_ERROR_HANDLER: _handler_raised,
     lib.PROXYCCL_ERROR_TRANSFER_SIZE: _transfer_size,
     lib.PROXYCCL_ERROR_MISMATCH: _mismatch,
-    lib.PROXYCCL_ERROR_PARENT: _parent_ended,
     lib.PROXYCCL_ERROR_CONTEXT_LOST: _context_lost,
 }
-"""The exception of each ProxycclErrorCode. Any other code means that a rank ended the communicator."""
+"""By ProxycclErrorCode, the function that returns the exception. The exceptions of other codes have only a text."""
+_KINDS: dict[int, tuple[type[CommunicatorError], str]] = {
+    lib.PROXYCCL_ERROR_PEER_LOST: (PeerLostError, "watch"),
+    lib.PROXYCCL_ERROR_SHARED_WAIT: (TriggerError, "wait"),
+    lib.PROXYCCL_ERROR_SIGNAL_VALUE: (TriggerError, "signal"),
+    lib.PROXYCCL_ERROR_INVALID_FLAG: (TriggerError, "packet"),
+    lib.PROXYCCL_ERROR_HANDLER: (HandlerError, "handler"),
+}
+_TEXTS = {
+    lib.PROXYCCL_ERROR_PEER_LOST: "the process of rank {of.record.peer} ended (seen by {of.who})",
+    lib.PROXYCCL_ERROR_SHARED_WAIT: "two threads of {of.who} waited at once for {of.wait}{of.peer}{of.on}; one thread "
+    "calls wait(), and the others of its block continue after __syncthreads()",
+    lib.PROXYCCL_ERROR_SIGNAL_VALUE: "{of.who} signalled rank {of.record.peer} with the value {of.record.seen}; "
+    "expected one above the count of signals, {of.record.expected}",
+    lib.PROXYCCL_ERROR_INVALID_FLAG: "a kernel of {of.who} used packet flag 0, which fresh memory holds",
+    lib.PROXYCCL_ERROR_HANDLER: "a handler on {of.who} raised{of.on}{of.because}",
+    lib.PROXYCCL_ERROR_PARENT: "the communicator that this one was split from has ended (seen by {of.who})",
+}
+"""The texts of these exceptions. A code without a text means that a rank ended the communicator."""
 
 
 def _operation(record: ErrorRecord) -> str:
