@@ -358,8 +358,7 @@ class CollectiveCalls:
         one of the threads raises ConcurrentCallError.
         """
         self._group.failure.require_usable()
-        if self._group.world_size > 1:
-            self._collectives.flows()
+        self._collectives.flows()
 
     def send(self, x: Any, peer: int, *, stream: StreamLike = None) -> None:
         """Sends an array to a rank, which receives it with `recv`. A rank's sends to a peer arrive in order.

@@ -99,8 +99,9 @@ class Transfers:
         group, rank = self._group, self._group.rank
         group.failure.require_usable()
         sent, received = tuple(self._sent), tuple(self._received)
-        options = ("transfers", tuple(self._to), tuple(self._of))
-        if issue(self._collectives, sent, received, options, self._stream, sets_up=True):
+        owners = [each.owner if isinstance(each, ArrayView) else each for each in (*sent, *received)]
+        stream = group.launches.stream_for(self._stream, *owners) if owners else self._stream
+        if issue(self._collectives, sent, received, ("transfers", (*self._to,), (*self._of,)), stream, sets_up=True):
             return
         sends = [input_view(group, x, "x").nbytes for x, peer in zip(sent, self._to, strict=True) if peer == rank]
         receives = [
@@ -133,21 +134,21 @@ def issue(
         sets_up: whether the group's first call makes the flows, together with all ranks; otherwise the first call
             returns False.
     """
-    group, is_first = collectives.group, collectives.made_flows is None
-    if is_first and not sets_up:
+    flows, group = collectives.made_flows, collectives.group
+    if flows is None and not sets_up:
         return False
     if stream is None and not collectives.on_host:
         arrays = [each for given in (x, out) for each in (given if isinstance(given, tuple | list) else (given,))]
-        owners = [each.owner if isinstance(each, ArrayView) else each for each in arrays]
-        stream = group.launches.stream_for(None, *owners) if owners else None
-    if is_first:
+        stream = group.launches.stream_for(None, *arrays) if arrays else None
+    if flows is None:
         if stream is not None or not collectives.on_host:
             group.runtime.stream_handle(stream)  # raises an error for an invalid stream before ranks wait
         if not isinstance(options[0], str):
             options[0]((x, out))
+        flows = collectives.flows()
     if isinstance(options[0], str):
         group.vain_waits.makes_transfers = True
-    return collectives.flows().calls.call(x, out, options, stream)
+    return flows.calls.call(x, out, options, stream)
 
 
 def _issue_views(
@@ -167,6 +168,7 @@ def _issue_views(
     """
     group = collectives.group
     agree = functools.cache(functools.partial(group.launches.agree, call))  # logs the call once
+    stream = group.launches.stream_for(stream, *(view.owner for view in (x, out) if view is not None))
     given, taken = (() if view is None else as_readable(group, view) for view in (x, out))
     if not issue(collectives, given, taken, (lambda _: agree(), *ranks), stream, sets_up=True):
         raise RuntimeError(f"the views {x} and {out} can't be read")
