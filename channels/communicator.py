@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from proxyccl.channels import array_libraries, program_exit, proxy_channel, sm_channel
 from proxyccl.channels.collective_calls import CollectiveCalls
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.request import CTA_POLICIES, INVARIANT, SUSPENDABLE, Standing, flag_from
+from proxyccl.channels.collectives.request import CTA_POLICIES, CTA_POLICY, INVARIANT, SUSPENDABLE, Standing, flag_from
 from proxyccl.channels.collectives.tensor_calls import TensorCalls
 from proxyccl.channels.group import Group
 from proxyccl.channels.handles import ChannelSet
@@ -165,7 +165,7 @@ class Communicator(CollectiveCalls):
             raise ArgumentError("runtime", f"must be a name, a Runtime or None, not {runtime!r}")
         may_suspend = flag_from(suspendable, "suspendable", SUSPENDABLE)
         bits = flag_from(invariant, "invariant", INVARIANT)
-        policy = choice_from(cta_policy, "cta_policy", "PROXYCCL_CTA_POLICY", CTA_POLICIES)
+        policy = choice_from(cta_policy, "cta_policy", CTA_POLICY, CTA_POLICIES)
         standing = Standing(policy, bits, may_suspend)
         limit_of_environment()  # raises an error for a wrong value before the ranks connect
         proxies = ProxyOptions(requested_place(proxy), fifos, proxy_threads, fifo_size, idle, proxy_cores)

@@ -14,7 +14,7 @@ import platform
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -61,7 +61,6 @@ from proxyccl.tools.tune import in_words
 class Finding:
     """A piece of hardware, a library or a setting that ProxyCCL can use, and whether it was found."""
 
-    section: str  # the heading that lists the finding
     name: str  # the finding's name
     available: bool  # whether ProxyCCL can use it
     detail: str  # a description, or the reason why ProxyCCL cannot use it
@@ -124,14 +123,12 @@ def _describe(name: str) -> str:
     return open_runtime(name).describe()
 
 
-def _runtimes() -> list[Finding]:
-    findings = []
+def _runtimes() -> Iterator[Finding]:
     for name in RUNTIMES:
         try:
-            findings.append(Finding("Runtimes", name, True, _describe(name)))
+            yield Finding(name, True, _describe(name))
         except RuntimeUnavailableError as error:
-            findings.append(_missing_runtime(name, error))
-    return findings
+            yield _missing_runtime(name, error)
 
 
 def _missing_runtime(name: str, error: RuntimeUnavailableError) -> Finding:
@@ -144,7 +141,7 @@ def _missing_runtime(name: str, error: RuntimeUnavailableError) -> Finding:
     ]
     advice = "" if binding else f"install its Python packages: pip install 'proxyccl[{name}]'"
     reason = str(error).removeprefix(f"{name}: ")
-    return Finding("Runtimes", name, False, f"{reason}; {', '.join(pieces)}", advice)
+    return Finding(name, False, f"{reason}; {', '.join(pieces)}", advice)
 
 
 def _drivers() -> Iterator[tuple[str, Driver, int]]:
@@ -156,20 +153,18 @@ def _drivers() -> Iterator[tuple[str, Driver, int]]:
                 yield name, driver, driver.device_count()
 
 
-def _devices() -> list[Finding]:
-    findings = [Finding("Devices", "host:0", True, "peers: all ranks, as device memory is shared memory")]
+def _devices() -> Iterator[Finding]:
+    yield Finding("host:0", True, "peers: all ranks, as device memory is shared memory")
     for name, driver, count in _drivers():
         for device in range(count):
             peers = [str(peer) for peer in range(count) if peer != device and driver.can_access_peer(device, peer)]
             info = driver.device(device)
             reach = f"peers: {', '.join(peers) or 'none; those pairs go through the proxy'}"
             detail = f"{info.name}, {info.memory_bytes / 2**30:.0f} GiB, {info.device_id.partition(':')[2]}; {reach}"
-            findings.append(Finding("Devices", f"{name}:{device}", True, detail))
-    return findings
+            yield Finding(f"{name}:{device}", True, detail)
 
 
-def _rdma(root: Path = SYSFS) -> list[Finding]:
-    findings = []
+def _rdma(root: Path = SYSFS) -> Iterator[Finding]:
     for device in rdma_devices(root):
         up = not device.problem and any(port.state == "active" for port in device.ports)
         facts = [*map(str, device.ports)] or ["no port"]
@@ -177,34 +172,32 @@ def _rdma(root: Path = SYSFS) -> list[Finding]:
             facts.append(f"NUMA node {device.numa_node}")
         if device.problem:
             facts.append(device.problem)
-        findings.append(Finding("RDMA", device.name, up, "; ".join(facts)))
+        yield Finding(device.name, up, "; ".join(facts))
     with contextlib.suppress(RuntimeUnavailableError):  # `missing` says why
-        findings.append(Finding("RDMA", "pyverbs", True, f"version {pyverbs_api.load().version}"))
+        yield Finding("pyverbs", True, f"version {pyverbs_api.load().version}")
     if lib.proxyccl_verbs_built():
-        findings.append(Finding("RDMA", "engine", True, "built with the verbs transport"))
+        yield Finding("engine", True, "built with the verbs transport")
     lacks = missing(root)
     if lacks:
         rehearse = "modprobe rdma_rxe, then rdma link add rxe0 type rxe netdev INTERFACE"
         advice = f"ranks on one machine need no RDMA; to try it without a NIC: {rehearse}"
-        findings.append(Finding("RDMA", "missing", False, lacks, advice))
+        yield Finding("missing", False, lacks, advice)
     elif root == SYSFS:
-        findings += _device_memory()
-    return findings
+        yield from _device_memory()
 
 
-def _placement(places: dict[str, Place], root: Path = SYSFS) -> list[Finding]:
-    """Returns, for each place, the usable adapters by nearness; the first adapter is the default of the place's first
+def _placement(places: dict[str, Place], root: Path = SYSFS) -> Iterator[Finding]:
+    """Yields, for each place, the usable adapters by nearness; the first adapter is the default of the place's first
     rank.
     """
-    devices, findings = rdma_devices(root), []
+    devices = rdma_devices(root)
     for name, near in places.items():
         groups: dict[str, list[str]] = {}
         for nearness, device, port in placed_ports(active_ports(devices), near, root):
             groups.setdefault(KINDS[nearness.kind], []).append(f"{device.name} port {port.number} {port.rate:g} Gbit/s")
         if groups:
             detail = "; ".join(f"{kind}: {', '.join(ports)}" for kind, ports in groups.items())
-            findings.append(Finding("Placement", name, True, detail))
-    return findings
+            yield Finding(name, True, detail)
 
 
 def _places(root: Path = SYSFS) -> dict[str, Place]:
@@ -232,26 +225,26 @@ def _device_memory() -> Iterator[Finding]:
                 refused = Registrations(device).unsupported_reason(runtime, options.gpu_writes)
             if refused:
                 advice = "no action needed: the transport staged moves data through pinned memory of the host"
-                yield Finding("RDMA", "memory", False, f"{device.name} cannot reach {name}: {refused}", advice)
+                yield Finding("memory", False, f"{device.name} cannot reach {name}: {refused}", advice)
             else:
-                yield Finding("RDMA", "memory", True, f"{device.name} reaches {name}: transport verbs")
+                yield Finding("memory", True, f"{device.name} reaches {name}: transport verbs")
     except ProxyCCLError as error:
-        yield Finding("RDMA", "memory", False, str(error))
+        yield Finding("memory", False, str(error))
 
 
 def _fabric() -> list[Finding]:
     lacks = requirements.missing()
     if lacks:
-        return [Finding("Fabric", "missing", False, lacks)]
-    found = [Finding("Fabric", "libfabric", True, f"version {library.load().version}")]
+        return [Finding("missing", False, lacks)]
+    found = [Finding("libfabric", True, f"version {library.load().version}")]
     try:
         offers = library.fabric_offers(device_memory=True)
-        found += [Finding("Fabric", offer.provider, offer.remote, offer.facts) for offer in offers]
+        found += [Finding(offer.provider, offer.remote, offer.facts) for offer in offers]
         chosen = choose_offers(offers, FabricOptions.from_environment(), Place(node=process_numa_node()))
     except ProxyCCLError as error:
-        return [*found, Finding("Fabric", "choice", False, str(error))]
+        return [*found, Finding("choice", False, str(error))]
     detail = f"transport fabric between hosts without RDMA: {'; '.join(map(str, chosen))}"
-    return [*found, Finding("Fabric", "choice", True, detail)]
+    return [*found, Finding("choice", True, detail)]
 
 
 def _mpi() -> list[Finding]:
@@ -266,14 +259,14 @@ def _mpi() -> list[Finding]:
         finally:
             mpi4py.rc.initialize = initialize
         library = MPI.Get_library_version().partition("\n")[0].partition("\x00")[0].strip()
-        found = Finding("MPI", "mpi4py", True, f"{mpi4py.__version__} with {' '.join(library.split())}")
+        found = Finding("mpi4py", True, f"{mpi4py.__version__} with {' '.join(library.split())}")
     except (ImportError, RuntimeError) as error:
-        found = Finding("MPI", "mpi4py", False, " ".join(str(error).split()), advice)
+        found = Finding("mpi4py", False, " ".join(str(error).split()), advice)
     beside = Path(sys.executable).with_name("mpiexec")
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
-        return [found, Finding("MPI", "mpiexec", False, "not found beside Python or on PATH", advice)]
-    return [found, Finding("MPI", "mpiexec", True, mpiexec)]
+        return [found, Finding("mpiexec", False, "not found beside Python or on PATH", advice)]
+    return [found, Finding("mpiexec", True, mpiexec)]
 
 
 def _compiler() -> list[Finding]:
@@ -281,13 +274,13 @@ def _compiler() -> list[Finding]:
         command = tuple(find_compiler())
     except CompileError as error:
         why, _, advice = str(error).partition(". ")
-        return [Finding("Kernels", "compiler", False, why, advice)]
-    return [Finding("Kernels", "compiler", True, compiler_version(command))]
+        return [Finding("compiler", False, why, advice)]
+    return [Finding("compiler", True, compiler_version(command))]
 
 
 def _shipped() -> list[Finding]:
     source = "compiled, in this installation" if ships_kernels() else "compiled at their first use, into the cache"
-    return [Finding("Kernels", "shipped", True, f"for the CPU: {source}")]
+    return [Finding("shipped", True, f"for the CPU: {source}")]
 
 
 def _cache() -> list[Finding]:
@@ -295,49 +288,49 @@ def _cache() -> list[Finding]:
     advice = "set PROXYCCL_CACHE to another directory"
     existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return [Finding("Kernels", "cache", False, f"{directory} is not writable", advice)]
+        return [Finding("cache", False, f"{directory} is not writable", advice)]
     if existing == directory:
         try:
             os.close(open_private(directory, "cache"))
         except (OSError, UntrustedPathError) as error:
-            return [Finding("Kernels", "cache", False, str(error), advice)]
+            return [Finding("cache", False, str(error), advice)]
     files = []
     for path in directory.glob("*"):
         with contextlib.suppress(FileNotFoundError):  # another process may have removed the file
             if path.is_file():
                 files.append(path.stat().st_size)
-    return [Finding("Kernels", "cache", True, f"{directory}: {len(files)} files, {sum(files) / 2**20:.1f} MiB")]
+    return [Finding("cache", True, f"{directory}: {len(files)} files, {sum(files) / 2**20:.1f} MiB")]
 
 
 def _tuning() -> list[Finding]:
     measure = "mpiexec -n RANKS python -m mpi4py -m proxyccl tune measures them; so does comm.tune() in a program"
-    findings = []
     try:
         paths = tuned.files()
     except OSError as error:
-        return [Finding("Tuning", "tables", False, str(error), "set PROXYCCL_CACHE to another directory")]
+        return [Finding("tables", False, str(error), "set PROXYCCL_CACHE to another directory")]
+    findings = []
     for path in paths:
         try:
             found = tuned.read(path)
         except (OSError, UntrustedPathError, ProtocolError) as error:
-            findings.append(Finding("Tuning", "tables", False, f"ignored: {error}", measure))
+            findings.append(Finding("tables", False, f"ignored: {error}", measure))
             continue
         if found.machine.cpu != cpu_name():  # the table may belong to another host that shares the home directory
             continue
         name = f"{sum(found.machine.nodes)} ranks"
-        findings.append(Finding("Tuning", name, True, f"{path}, measured {found.measured}: {found.machine}"))
+        findings.append(Finding(name, True, f"{path}, measured {found.measured}: {found.machine}"))
         tables = tuned.selector_of(found.tables).tables.items()
-        findings += [Finding("Tuning", name, True, f"{case}: {in_words(table)}") for case, table in tables]
+        findings += [Finding(name, True, f"{case}: {in_words(table)}") for case, table in tables]
     none = f"no tables in {tuned.directory()}: communicators start with the defaults"
-    return findings or [Finding("Tuning", "tables", False, none, measure)]
+    return findings or [Finding("tables", False, none, measure)]
 
 
-def _proxies(watch: Watch) -> list[Finding]:
+def _proxies(watch: Watch) -> Iterator[Finding]:
     named = requested_place(None)
     runtime = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
     where = named or default_place(runtime)
     reason = "PROXYCCL_PROXY" if named is not None else f"the default on the {runtime} runtime"
-    found = Finding("Proxies", "place", True, f"{where} ({reason}): {_PLACES[where]}")
+    found = Finding("place", True, f"{where} ({reason}): {_PLACES[where]}")
     if where == "daemon":
         from proxyccl.proxy.daemon.connection import daemon_process  # imported here, because few jobs use a daemon
         from proxyccl.proxy.daemon.protocol import socket_path
@@ -346,10 +339,11 @@ def _proxies(watch: Watch) -> list[Finding]:
             found = replace(found, detail=f"{found.detail}, {process_name(daemon_process(socket_path()))}")
         except RuntimeUnavailableError as error:
             found = replace(found, available=False, detail=str(error))
-    return [found, *_idle_policies(watch)]
+    yield found
+    yield from _idle_policies(watch)
 
 
-def _idle_policies(watch: Watch) -> list[Finding]:
+def _idle_policies(watch: Watch) -> Iterator[Finding]:
     """Finds the default policy of proxies' idle threads, and each running proxy's policy and share of a core. Shares
     are averages since `watch` first saw the proxy.
     """
@@ -357,57 +351,62 @@ def _idle_policies(watch: Watch) -> list[Finding]:
     quota = "" if allowed is None else f", of which control groups allow {allowed:g}"
     most = next((ranks for ranks in range(cores, 0, -1) if choose_idle(cores, ranks, ranks) != IdlePolicy()), 0)
     detail = f"default: {IdlePolicy.where_cores_suffice()} for at most {most} ranks on {cores} cores{quota}"
-    found = [Finding("Proxies", "idle", True, f"{detail}, {IdlePolicy()} for more")]
+    yield Finding("idle", True, f"{detail}, {IdlePolicy()} for more")
     try:
         for service in watch.rates():
             policy = f"{service.workers[0].idle}, {share_of_a_core(service)} of a core"
-            name = f"rank {service.rank}"
             detail = f"{policy}; process {service.pid}, job {service.job}"
             for by, peers in service.paths().items():
                 detail += f"; reaches rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))} by {by}"
-            found.append(Finding("Proxies", name, True, detail))
+            yield Finding(f"rank {service.rank}", True, detail)
     except ArgumentError as error:
-        found.append(Finding("Proxies", "running", False, str(error)))
-    return found
+        yield Finding("running", False, str(error))
 
 
 def _containers() -> list[Finding]:
     _, problem = usable_directory()
     advice = "mount one directory into all containers of the machine, and name it by PROXYCCL_SOCKETS"
-    return [Finding("Containers", "sockets", not problem, problem or str(directory()), advice if problem else "")]
+    return [Finding("sockets", not problem, problem or str(directory()), advice if problem else "")]
 
 
-def _agents() -> list[Finding]:
+def _agents() -> Iterator[Finding]:
     try:
-        found = find_agents()
+        for seen in find_agents():
+            yield Finding(seen.name, True, f"reaches {seen.reaches}; process {seen.pid}, {seen.program}")
     except ArgumentError as error:
-        return [Finding("Agents", "running", False, str(error))]
-    return [
-        Finding("Agents", seen.name, True, f"reaches {seen.reaches}; process {seen.pid}, {seen.program}")
-        for seen in found
-    ]
+        yield Finding("running", False, str(error))
 
 
-def _environment() -> list[Finding]:
-    found = []
+def _environment() -> Iterator[Finding]:
     for name, value in set_variables().items():
         problem = problem_with(name)
-        found.append(Finding("Environment", name, not problem, problem or value))
-    return found
+        yield Finding(name, not problem, problem or value)
 
 
-def findings() -> list[Finding]:
-    """Returns all findings, in the order of the output. While it collects the other findings, measures each proxy's
-    share of a core.
+def findings() -> dict[str, list[Finding]]:
+    """Returns all findings by section, in the order of the output. While it collects the other findings, measures each
+    proxy's share of a core.
     """
     watch = Watch()
     with contextlib.suppress(ArgumentError):  # `_idle_policies` reports the error
         watch.rates()
     mpi = _mpi()  # MPI before libfabric, because MPI may need a newer libfabric
-    kernels = (*_shipped(), *_compiler(), *_cache())
-    before = [*_runtimes(), *_devices(), *_rdma(), *_placement(_places()), *_fabric()]
-    after = [*mpi, *kernels, *_tuning(), *_environment()]
-    return [*before, *_proxies(watch), *_agents(), *_containers(), *after]
+    kernels = [*_shipped(), *_compiler(), *_cache()]
+    sections = {
+        "Runtimes": _runtimes(),
+        "Devices": _devices(),
+        "RDMA": _rdma(),
+        "Placement": _placement(_places()),
+        "Fabric": _fabric(),
+        "Proxies": _proxies(watch),
+        "Agents": _agents(),
+        "Containers": _containers(),
+        "MPI": mpi,
+        "Kernels": kernels,
+        "Tuning": _tuning(),
+        "Environment": _environment(),
+    }
+    return {section: listed for section, found in sections.items() if (listed := list(found))}
 
 
 def _marks(out: TextIO) -> tuple[str, str, str]:
@@ -420,21 +419,19 @@ def _marks(out: TextIO) -> tuple[str, str, str]:
     return "✓", "✗", "→"
 
 
-def show(found: list[Finding], out: TextIO) -> None:
+def show(sections: Mapping[str, Sequence[Finding]], out: TextIO) -> None:
     yes, no, arrow = _marks(out)
     facts = machine()
     print(f"ProxyCCL {installed_version('proxyccl') or ''} on Python {platform.python_version()}", file=out)
     print(f"{facts['cpu']}, {facts['cores']} cores, {facts['system']} {facts['architecture']}", file=out)
-    width = max(len(shown(finding.name)) for finding in found)
-    section = ""
-    for finding in found:
-        if finding.section != section:
-            section = finding.section
-            print(f"\n{section}", file=out)
-        mark, name = yes if finding.available else no, shown(finding.name)
-        print(f"  {mark} {name:<{width}}  {shown(finding.detail)}", file=out)
-        if finding.advice:
-            print(f"    {'':<{width}}  {arrow} {shown(finding.advice)}", file=out)
+    width = max(len(shown(finding.name)) for found in sections.values() for finding in found)
+    for section, found in sections.items():
+        print(f"\n{section}", file=out)
+        for finding in found:
+            mark, name = yes if finding.available else no, shown(finding.name)
+            print(f"  {mark} {name:<{width}}  {shown(finding.detail)}", file=out)
+            if finding.advice:
+                print(f"    {'':<{width}}  {arrow} {shown(finding.advice)}", file=out)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -447,9 +444,7 @@ def run(parsed: Namespace) -> int:
         import json
 
         results: Fields = {"machine": machine(), "versions": versions()}
-        for finding in found:
-            entry = asdict(finding)
-            results.setdefault(entry.pop("section").lower(), []).append(entry)
+        results |= {section.lower(): list(map(asdict, of)) for section, of in found.items()}
         print(json.dumps(results, indent=2))
     else:
         show(found, sys.stdout)

@@ -1,12 +1,13 @@
-/* Makes the calls of one group: finds each call's form by the call's signature, fills in the addresses, and issues the
- * call. */
+/* Makes the calls of one group (table.c): finds each call's form by the call's signature, fills in the addresses, and
+ * issues the call. The group's transfers between pairs of ranks have a type of their own (flow_calls.c). */
 #ifndef PROXYCCL_CALLS_TABLE_H
 #define PROXYCCL_CALLS_TABLE_H
 
 #include "form.h"
 
-/* Adds the type Calls to the module. Returns 0, or -1 with an exception. */
+/* Add the types Calls and FlowCalls to the module. Return 0, or -1 with an exception. */
 int proxyccl_add_calls(PyObject* module);
+int proxyccl_add_flow_calls(PyObject* module);
 /* Returns whether an object is a Calls; if not, sets an exception. */
 int proxyccl_require_calls(PyObject* object);
 /* Returns the types of arrays that a Calls object takes. */

@@ -4,13 +4,12 @@
  * A flow is one direction between a pair of ranks. An event is recorded after each launch. For each of its flows, a
  * launch waits for the event of the flow's latest launch. Waiting for the whole stream of that launch could deadlock,
  * because later work of the stream may wait for the peer. */
-#include "flow_calls.h"
-
 #include <stdlib.h>
 #include <string.h>
 
 #include "../../proxy/segment/calls.h"
 #include "../../proxy/engine/order.h"
+#include "calls.h"
 #include "flows.h"
 #include "stream_order.h"
 

@@ -2,7 +2,6 @@
  * which a Calls object issues. */
 #include "../expert_parallel/layer_form.h"
 #include "calls.h"
-#include "flow_calls.h"
 
 static int add_types(PyObject* module) {
   if (proxyccl_name_array_attributes() != 0 || proxyccl_add_form(module) != 0 || proxyccl_add_calls(module) != 0)

@@ -36,6 +36,7 @@ class Request(NamedTuple):
     symmetric: bool = False
 
 
+CTA_POLICY = "PROXYCCL_CTA_POLICY"
 INVARIANT = "PROXYCCL_INVARIANT"
 SUSPENDABLE = "PROXYCCL_SUSPENDABLE"
 

@@ -55,7 +55,7 @@ def test_names_of_other_programs_stay_on_their_lines() -> None:
         b.add(a.metadata())
         b.connect(name)
         out = io.StringIO()
-        show([found for found in _agents() if f"process {os.getpid()}" in found.detail], out)
+        show({"Agents": [found for found in _agents() if f"process {os.getpid()}" in found.detail]}, out)
         lines = [*out.getvalue().splitlines(), *agents_text().splitlines()]
     assert all(line.isprintable() for line in lines)
     assert not any(line.lstrip(" +").startswith("agent fake") for line in lines)
