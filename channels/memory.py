@@ -250,13 +250,13 @@ class RegisteredMemory:
             self._id = self._group.links.proxy.add_memory(self.ptr, self.nbytes, self._key, handle=handle)
         return self._id
 
-    def require_shared(self) -> None:
+    def require_shared(self, argument: str) -> None:
         """Raises ArgumentError if any rank's range can't be mapped by other processes. All ranks raise the same
         error.
         """
         for rank, offer in enumerate(self._offers):
             if offer.unshared_reason and len(self._offers) > 1:
-                raise ArgumentError("array", f"rank {rank} can't share its memory: {offer.unshared_reason}")
+                raise ArgumentError(argument, f"rank {rank} can't share its memory: {offer.unshared_reason}")
 
     @property
     def private(self) -> bool:

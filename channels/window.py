@@ -47,7 +47,7 @@ class Window:
         self._group, self._runtime = group, group.runtime
         self._memory: RegisteredMemory = register(group, array, symmetric=True)
         try:
-            self._memory.require_shared()
+            self._memory.require_shared("array")
         except ArgumentError:
             if self._memory is not array:
                 self._memory.close()
