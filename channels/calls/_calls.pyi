@@ -174,10 +174,11 @@ class FlowCalls:
         runtime: the group's runtime, which arrays of type `Array` must have.
         failure: the group's `FailureState`.
         lock: held while a call is issued.
-        launch: the addresses of a ProxycclLaunch and of its argument, a ProxycclFlows; their owner; bytes of a lane;
-            bytes of a lane that sends lines.
-        order: addresses of the ProxycclStreamOrder of streams and events, and of the group's ProxycclControl; the
-            handle that names a different stream in each thread, or 2**64 - 1 if there is none.
+        launch: the addresses of a ProxycclLaunch, 0 for a group of one rank, and of its argument, a ProxycclFlows;
+            their owner; bytes of a lane; bytes of a lane that sends lines.
+        order: addresses of the driver's function that copies, of the ProxycclStreamOrder of streams and events, and of
+            the group's ProxycclControl; the handle that names a different stream in each thread, or 2**64 - 1 if there
+            is none.
         functions: ``refuse(status)`` raises the error for a nonzero status of a call; ``handle_of(stream)`` returns a
             stream's handle; ``context()`` makes the device current in a block; ``keep(objects, stream, handle)`` keeps
             objects until the stream has passed the work that it has; ``make_event()`` returns the handle of an event;
@@ -196,7 +197,7 @@ class FlowCalls:
         failure: object,
         lock: _Lock,
         launch: tuple[int, int, object, int, int],
-        order: tuple[int, int, int],
+        order: tuple[int, int, int, int],
         functions: tuple[
             Callable[[int], object],
             Callable[[StreamLike], int],

@@ -49,8 +49,9 @@ typedef struct FlowCalls {
   PyObject *runtime, *failure, *acquire, *release;
   PyObject *refuse, *handle_of, *context, *keep, *make_event, *take_stream, *await;
   PyObject* launchable; /* the owner of `launch` and `flows` */
-  ProxycclLaunch* launch;
-  ProxycclFlows* flows;                   /* the argument of `launch` */
+  ProxycclLaunch* launch;                 /* NULL in a group of one rank, whose moves are copies by the driver */
+  ProxycclFlows* flows;                   /* the argument of `launch`; without a launch, the number of ranks is set */
+  int (*copy)(void* dst, const void* src, size_t bytes, void* stream);
   uint64_t bytes_per_lane, bytes_at_once; /* a call takes a further lane for this number of bytes; the second is for
                                              calls in lines, of which a block's threads send this number at once */
   const ProxycclStreamOrder* streams;
@@ -214,6 +215,16 @@ static void note_launch(FlowCalls* self, const Moves* moves, uint32_t event, uin
   }
 }
 
+/* Issues the moves of a group of one rank. Returns the driver's status. */
+static int copy_all(const FlowCalls* self, const Moves* moves, uintptr_t stream) {
+  int status = 0;
+  for (size_t i = 0; i < moves->count && status == 0; ++i) {
+    const Move* move = &moves->each[i];
+    status = self->copy((void*)move->target, (const void*)move->source, move->bytes, (void*)stream);
+  }
+  return status;
+}
+
 /* Issues ordered moves, and records an event after them. `named`: whether the program passed the stream's handle as a
  * number, and so keeps the stream open. Returns the driver's status; PROXYCCL_OTHER_CONTEXT, with nothing done; or
  * PROXYCCL_CALL_ABORTED after a failure. */
@@ -225,6 +236,7 @@ static int issue(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t 
   /* The failure is checked immediately before the launch, because a kernel that begins after a failure must not use
    * memory that a peer may have freed. */
   if (failure_is_told(self->control)) return PROXYCCL_CALL_ABORTED;
+  if (self->launch == NULL) return copy_all(self, moves, stream);
   for (size_t done = 0; done < moves->count && status == 0;) {
     done += fill(self, moves->each + done, moves->count - done);
     status = proxyccl_launch_current(self->launch, stream); /* the driver copies the argument */
@@ -600,10 +612,10 @@ static void end(PyObject* object) { proxyccl_free(object, let_all_go); }
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
   PyObject *types, *ndarray, *current_stream, *runtime, *failure, *lock, *launchable;
   PyObject *refused, *handle_of, *context, *keep, *make_event, *take_stream, *await;
-  unsigned long long launch, flows, bytes_per_lane, bytes_at_once, streams, control, thread_stream;
-  if (!PyArg_ParseTuple(arguments, "OO!O!OOO(KKOKK)(KKK)(OOOOOOO)", &types, &PyType_Type, &ndarray, &PyType_Type,
+  unsigned long long launch, flows, bytes_per_lane, bytes_at_once, copy, streams, control, thread_stream;
+  if (!PyArg_ParseTuple(arguments, "OO!O!OOO(KKOKK)(KKKK)(OOOOOOO)", &types, &PyType_Type, &ndarray, &PyType_Type,
                         &current_stream, &runtime, &failure, &lock, &launch, &flows, &launchable, &bytes_per_lane,
-                        &bytes_at_once, &streams, &control, &thread_stream, &refused, &handle_of, &context, &keep,
+                        &bytes_at_once, &copy, &streams, &control, &thread_stream, &refused, &handle_of, &context, &keep,
                         &make_event, &take_stream, &await))
     return NULL;
   PyObject* object = PyType_GenericNew(type, NULL, NULL);
@@ -617,6 +629,7 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
   self->runtime = Py_NewRef(runtime), self->failure = Py_NewRef(failure), self->launchable = Py_NewRef(launchable);
   self->launch = (ProxycclLaunch*)(uintptr_t)launch, self->flows = (ProxycclFlows*)(uintptr_t)flows;
   self->bytes_per_lane = bytes_per_lane, self->bytes_at_once = bytes_at_once;
+  self->copy = (int (*)(void*, const void*, size_t, void*))(uintptr_t)copy;
   self->streams = (const ProxycclStreamOrder*)(uintptr_t)streams;
   self->control = (const ProxycclControl*)(uintptr_t)control, self->thread_stream = (uintptr_t)thread_stream;
   self->refuse = Py_NewRef(refused), self->handle_of = Py_NewRef(handle_of), self->context = Py_NewRef(context);

@@ -19,7 +19,7 @@ from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.errors import KernelError
-from proxyccl.device.kernel import Kernel
+from proxyccl.device.kernel import Kernel, Launch
 from proxyccl.device.runtime import Runtime, Stream
 from proxyccl.device.sleepers import ProxiedStruct
 from proxyccl.proxy._engine import lib as engine_lib
@@ -53,7 +53,8 @@ def load_kernel(runtime: Runtime) -> Kernel:
 
 
 class Flows:
-    """The state of transfers between pairs of ranks. All ranks construct a `Flows` together.
+    """The state of transfers between pairs of ranks. All ranks construct a `Flows` together. A group of one rank only
+    copies within the rank, so its `Flows` has neither memory nor a kernel.
 
     Args:
         whole_lines: as for `PacketTeam`.
@@ -63,58 +64,34 @@ class Flows:
     """
 
     def __init__(self, group: Group, *, whole_lines: bool) -> None:
-        runtime, ranks = group.runtime, group.world_size
-        self._runtime = runtime
-        via_proxy = [peer for peer in range(ranks) if peer != group.rank and not group.topology.accessible[peer]]
-        flags = group.exchange.all_gather(not via_proxy, FLAG, "the first transfer")
-        defaults = runtime.launch_defaults
-        # Copy engines and the proxy's thread are faster with few large pieces, so flows through the proxy have one
-        # lane.
-        most = _MOST_LANES if 2 * ranks * _MOST_LANES <= _MOST_BLOCKS else _MOST_BLOCKS // MOST_TRANSFERS
-        lanes, slots = (min(most, defaults.blocks), _SLOTS) if all(flags) else (1, _PROXIED_SLOTS)
-        every = lanes * ranks * slots
-        slot_bytes = max(_LEAST_SLOT_BYTES, defaults.flow_bytes // every // 128 * 128)
-        inbox = every * slot_bytes
-        self._scratch = allocate(group, (inbox if all(flags) else 2 * inbox,), "uint8", "transfers")
-        memory = register(group, self._scratch)
-        self._kept = memory
-        ends = 2 * lanes  # links to each peer: one for each lane and direction
-        self._links = Links(group, memory, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
-        counters_bytes = round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
-        self._memory = self._links.on_device(group, counters_bytes)
-        flows = ffi.new("ProxycclFlows *")
-        flows.rank, flows.world_size, flows.lanes, flows.slots = group.rank, ranks, lanes, slots
-        flows.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
-        flows.pieces = ffi.cast("uint64_t *", self._memory.ptr)
-        flows.links = ffi.cast("ProxycclLink *", self._memory.ptr + counters_bytes)
-        flows.scratch = ffi.cast("char *", self._scratch.ptr)
-        flows.slot_bytes, flows.staging_offset = slot_bytes, inbox
-        lines = min(_MOST_LINE_BYTES, slot_bytes // _LINE_PART) // _LINE_UNIT * _LINE_UNIT if whole_lines else 0
-        flows.line_bytes, flows.data_offset = line_data_bytes(lines), lib.PROXYCCL_FLOW_HEADER_BYTES + lines
-        threads = round_up(min(_THREADS, defaults.threads), LINE_WARP if whole_lines else 1)
-        argument = ProxiedStruct.of(bytes(ffi.buffer(flows)), self._links.sleepers)
-        self._launch = load_kernel(runtime).prepare(1, threads, argument)
-        self._failure = group.failure
+        runtime = self._runtime = group.runtime
+        self._failure, self._memory = group.failure, contextlib.ExitStack()
         self._events = runtime.stream_events()
         self._idle_streams: list[Stream] = []
+        defaults = runtime.launch_defaults
+        threads = round_up(min(_THREADS, defaults.threads), LINE_WARP if whole_lines else 1)
+        flows = ffi.new("ProxycclFlows *", {"rank": group.rank, "world_size": group.world_size})
+        self._launch = self._connect(group, flows, threads, whole_lines) if group.world_size > 1 else None
+        launch = (0, _address(flows), flows)
+        if self._launch is not None:
+            launch = (_address(self._launch.prepared), _address(self._launch.packed(0)), self._launch)
+        at_once = min(flows.line_bytes, line_data_bytes(threads * LINE_PACKETS * PACKET_BYTES))
         lock = threading.Lock()
         group.launches.locks.append(lock)
-        at_once = min(flows.line_bytes, line_data_bytes(threads * LINE_PACKETS * PACKET_BYTES))
-        self.calls = self._make_calls(group, lock, (4 * defaults.bytes_per_block, at_once))
-
-    def _make_calls(self, group: Group, lock: threading.Lock, bytes_per_lane: tuple[int, int]) -> FlowCalls:
-        runtime = self._runtime
-        launch, argument = (_address(each) for each in (self._launch.prepared, self._launch.packed(0)))
-        thread_stream = _NO_STREAM if runtime.thread_stream is None else runtime.thread_stream
-        return FlowCalls(
+        self.calls = FlowCalls(
             array_types(runtime),
             np.ndarray,
             CurrentStream,
             runtime,
             group.failure,
             lock,
-            (launch, argument, self._launch, *bytes_per_lane),
-            (self._events.order, group.control.host_pointer, thread_stream),
+            (*launch, 4 * defaults.bytes_per_block, at_once),
+            (
+                runtime.calls.copy,
+                self._events.order,
+                group.control.host_pointer,
+                _NO_STREAM if runtime.thread_stream is None else runtime.thread_stream,
+            ),
             (
                 self._refuse,
                 runtime.stream_handle,
@@ -125,6 +102,41 @@ class Flows:
                 self._wait,
             ),
         )
+
+    def _connect(self, group: Group, flows: Any, threads: int, whole_lines: bool) -> Launch:
+        """Allocates and exchanges the memory of flows, fills in `flows`, and returns the launch that has it as its
+        argument.
+        """
+        ranks, defaults = group.world_size, group.runtime.launch_defaults
+        via_proxy = [peer for peer in range(ranks) if peer != group.rank and not group.topology.accessible[peer]]
+        flags = group.exchange.all_gather(not via_proxy, FLAG, "the first transfer")
+        # Copy engines and the proxy's thread are faster with few large pieces, so flows through the proxy have one
+        # lane.
+        most = _MOST_LANES if 2 * ranks * _MOST_LANES <= _MOST_BLOCKS else _MOST_BLOCKS // MOST_TRANSFERS
+        lanes, slots = (min(most, defaults.blocks), _SLOTS) if all(flags) else (1, _PROXIED_SLOTS)
+        every = lanes * ranks * slots
+        slot_bytes = max(_LEAST_SLOT_BYTES, defaults.flow_bytes // every // 128 * 128)
+        inbox = every * slot_bytes
+        scratch = allocate(group, (inbox if all(flags) else 2 * inbox,), "uint8", "transfers")
+        memory = register(group, scratch)
+        ends = 2 * lanes  # links to each peer: one for each lane and direction
+        links = Links(group, memory, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
+        self._memory.callback(links.close)
+        self._kept = memory
+        counters_bytes = round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
+        table = links.on_device(group, counters_bytes)
+        self._memory.callback(table.close)
+        self._memory.callback(scratch.free)
+        flows.lanes, flows.slots = lanes, slots
+        flows.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
+        flows.pieces = ffi.cast("uint64_t *", table.ptr)
+        flows.links = ffi.cast("ProxycclLink *", table.ptr + counters_bytes)
+        flows.scratch = ffi.cast("char *", scratch.ptr)
+        flows.slot_bytes, flows.staging_offset = slot_bytes, inbox
+        lines = min(_MOST_LINE_BYTES, slot_bytes // _LINE_PART) // _LINE_UNIT * _LINE_UNIT if whole_lines else 0
+        flows.line_bytes, flows.data_offset = line_data_bytes(lines), lib.PROXYCCL_FLOW_HEADER_BYTES + lines
+        argument = ProxiedStruct.of(bytes(ffi.buffer(flows)), links.sleepers)
+        return load_kernel(group.runtime).prepare(1, threads, argument)
 
     def _take_stream(self) -> Stream:
         """Returns a stream that only one call uses, so that waiting for the stream does not wait for other calls."""
@@ -151,13 +163,14 @@ class Flows:
     def _refuse(self, status: int) -> None:
         if status == engine_lib.PROXYCCL_CALL_ABORTED:
             raise self._failure.exception()
-        self._launch.check(status)
+        if self._launch is None:
+            self._runtime.check(status, "copy")
+        else:
+            self._launch.check(status)
 
     def close(self) -> None:
         """Frees the memory. All kernels of all ranks must have completed."""
-        self._scratch.free()
         self._memory.close()
-        self._links.close()
         for event in self.calls.events:
             self._events.give(event)
         while self._idle_streams:

@@ -500,6 +500,26 @@ def test_collectives_of_transfers_that_differ_are_told(pairs: Ranks) -> None:
         pairs.run(body)
 
 
+@pytest.mark.hip
+def test_a_rank_without_peers_transfers_without_memory_of_its_communicator() -> None:
+    def body(comm: Communicator) -> None:
+        stream = comm.runtime.create_stream()
+        x, *outs = (on_device(comm, values(0, seed, LONG)) for seed in range(4))
+        before = comm.memory_usage()
+        with comm.transfers(stream=stream) as block:
+            for out in outs[:2]:
+                block.send(x, 0)
+                block.recv(out, 0)
+        comm.prepare_transfers()
+        comm.all_to_all_v(x, [LONG], [LONG], out=outs[2], stream=stream)
+        comm.synchronize(stream)
+        for out in outs:
+            assert on_host(out).tobytes() == values(0, 0, LONG).tobytes()
+        assert comm.memory_usage() == before
+
+    run_ranks(1, body)
+
+
 @pytest.mark.parametrize("streams", [1, 3])
 def test_events_of_calls_are_used_again(streams: int) -> None:
     def body(comm: Communicator) -> None:

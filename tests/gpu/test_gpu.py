@@ -621,6 +621,26 @@ def test_torchs_graphs_hold_collectives(ranks: Ranks, torch: ModuleType) -> None
 
 
 @CUDA_ONLY
+def test_a_rank_without_peers_captures_its_first_transfer() -> None:
+    def body(comm: Communicator) -> None:
+        stream = comm.runtime.create_stream()
+        x, out = (comm.empty(64, "int32").fill(0) for _ in range(2))
+
+        def issue() -> None:
+            with comm.transfers(stream=stream) as transfers:
+                transfers.send(x, 0)
+                transfers.recv(out, 0)
+
+        graph = Graph(stream, issue)
+        x.upload(np.arange(64, dtype=np.int32))
+        graph.launch()
+        comm.synchronize(stream)
+        assert (out.numpy() == np.arange(64)).all()
+
+    run_ranks(1, body)
+
+
+@CUDA_ONLY
 @pytest.mark.parametrize("algorithm", [None, "proxy"])
 def test_dispatch_and_combine_are_replayed_over_one_routing(ranks: Ranks, algorithm: str | None) -> None:
     """The CPU prepares the routing outside the graph. Between replays the tokens may change, but not the routing."""
