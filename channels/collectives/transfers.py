@@ -96,13 +96,12 @@ class Transfers:
                 collected.clear()
 
     def _issue(self) -> None:
+        sent, received = tuple(self._sent), tuple(self._received)
+        options = ("transfers", tuple(self._to), tuple(self._of))
+        if issue(self._collectives, sent, received, options, self._stream, sets_up=True):
+            return
         group, rank = self._group, self._group.rank
         group.failure.require_usable()
-        sent, received = tuple(self._sent), tuple(self._received)
-        owners = [each.owner if isinstance(each, ArrayView) else each for each in (*sent, *received)]
-        stream = group.launches.stream_for(self._stream, *owners) if owners else self._stream
-        if issue(self._collectives, sent, received, ("transfers", (*self._to,), (*self._of,)), stream, sets_up=True):
-            return
         sends = [input_view(group, x, "x").nbytes for x, peer in zip(sent, self._to, strict=True) if peer == rank]
         receives = [
             input_view(group, x, "out").nbytes for x, peer in zip(received, self._of, strict=True) if peer == rank
@@ -139,8 +138,10 @@ def issue(
         return False
     if stream is None and not collectives.on_host:
         arrays = [each for given in (x, out) for each in (given if isinstance(given, tuple | list) else (given,))]
-        stream = group.launches.stream_for(None, *arrays) if arrays else None
+        owners = [each.owner if isinstance(each, ArrayView) else each for each in arrays]
+        stream = group.launches.stream_for(None, *owners) if owners else None
     if flows is None:
+        group.failure.require_usable()
         if stream is not None or not collectives.on_host:
             group.runtime.stream_handle(stream)  # raises an error for an invalid stream before ranks wait
         if not isinstance(options[0], str):
@@ -168,7 +169,6 @@ def _issue_views(
     """
     group = collectives.group
     agree = functools.cache(functools.partial(group.launches.agree, call))  # logs the call once
-    stream = group.launches.stream_for(stream, *(view.owner for view in (x, out) if view is not None))
     given, taken = (() if view is None else as_readable(group, view) for view in (x, out))
     if not issue(collectives, given, taken, (lambda _: agree(), *ranks), stream, sets_up=True):
         raise RuntimeError(f"the views {x} and {out} can't be read")
