@@ -24,32 +24,20 @@ _MOST_PIECES = 8
 
 
 class Transfer(Struct, frozen=True):
-    """Bytes that go from a rank's input to a peer, come from a peer to a rank's output, or stay on the rank.
+    """Bytes that go from a rank's input to a peer, come from a peer to a rank's output, or stay on the rank."""
 
-    Attributes:
-        peer: the other rank.
-        offset: the offset in the input or in the output, in bytes.
-    """
-
-    peer: int
-    offset: int
+    peer: int  # the other rank
+    offset: int  # the offset in the input or in the output, in bytes
     nbytes: int
 
 
 class Exchange(Struct, frozen=True):
-    """One rank's part in moving bytes.
+    """One rank's part in moving bytes."""
 
-    Attributes:
-        sends: transfers from the rank's input, at most one to each peer.
-        receives: transfers to the rank's output, at most one from each peer.
-        kept: the bytes that stay on the rank, with their offset in the output; None if none stay.
-        kept_from: the offset of the kept bytes in the input.
-    """
-
-    sends: tuple[Transfer, ...] = ()
-    receives: tuple[Transfer, ...] = ()
-    kept: Transfer | None = None
-    kept_from: int = 0
+    sends: tuple[Transfer, ...] = ()  # transfers from the rank's input, at most one to each peer
+    receives: tuple[Transfer, ...] = ()  # transfers to the rank's output, at most one from each peer
+    kept: Transfer | None = None  # the bytes that stay on the rank, with their offset in the output; None if none stay
+    kept_from: int = 0  # the offset of the kept bytes in the input
 
 
 Part = Callable[[int, int], Exchange]

@@ -18,23 +18,14 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 
 class RowSignals(NamedTuple):
-    """Counters by which another kernel shows which padded rows it has computed.
+    """Counters by which another kernel shows which padded rows it has computed."""
 
-    Attributes:
-        counters: the address of the counters, 32-bit integers [experts of this rank, blocks of an expert].
-        blocks: the number of blocks of an expert.
-        block_rows: the number of rows of a block.
-        threshold: the value of a counter from which on the block's rows are complete.
-        senders: the most thread blocks that send rows; 0 for as many as the layer has.
-        owner: the array of the counters, which is kept until the next such combine of the layer.
-    """
-
-    counters: int
-    blocks: int
-    block_rows: int
-    threshold: int
-    senders: int
-    owner: Any
+    counters: int  # the address of the counters, 32-bit integers [experts of this rank, blocks of an expert]
+    blocks: int  # the number of blocks of an expert
+    block_rows: int  # the number of rows of a block
+    threshold: int  # the value of a counter from which on the block's rows are complete
+    senders: int  # the most thread blocks that send rows; 0 for as many as the layer has
+    owner: Any  # the array of the counters, which is kept until the next such combine of the layer
 
 
 class Signals:

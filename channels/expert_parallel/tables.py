@@ -25,22 +25,16 @@ _OF_IDS = frozenset({"row_experts"})
 
 
 class Tables(Struct, frozen=True):
-    """Tables that lie in one array.
+    """Tables that lie in one array."""
 
-    Attributes:
-        nbytes: bytes of the array.
-        places: maps a table's name to the table's offset in bytes, shape, strides in elements, and whether its elements
-            are int64 instead of int32.
-        offsets: the tables' offsets in bytes, in the order of the fields of ProxycclExpertLayout, for C (descriptor.h).
-        address: the address of `offsets`, for callers in C.
-        wide_ids: whether the caller's expert ids are int64.
-    """
-
-    nbytes: int
+    nbytes: int  # bytes of the array
+    # Maps a table's name to the table's offset in bytes, shape, strides in elements, and whether its elements are int64
+    # instead of int32.
     places: dict[str, tuple[int, tuple[int, ...], tuple[int, ...], bool]]
+    # The tables' offsets in bytes, in the order of the fields of ProxycclExpertLayout, for C (descriptor.h).
     offsets: Any
-    address: int
-    wide_ids: bool
+    address: int  # the address of `offsets`, for callers in C
+    wide_ids: bool  # whether the caller's expert ids are int64
 
     @staticmethod
     def of(shapes: dict[str, tuple[int, ...]], *, wide_ids: bool) -> Tables:

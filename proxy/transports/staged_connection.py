@@ -38,34 +38,23 @@ _REFUSALS = {
 
 
 class StagedWire(Struct, frozen=True):
-    """The engine's options for a wire, which connects the staging areas of two ranks.
+    """The engine's options for a wire, which connects the staging areas of two ranks."""
 
-    Attributes:
-        options: the options struct of the wire's transport, with the key of the peer's staging area as the key for
-            signals.
-        area_key, peer_area, peer_area_key: as in ProxycclStagedWire.
-        number: index of this rank's endpoint that the wire uses. One thread serves an endpoint's wires to all peers.
-    """
-
+    # The options struct of the wire's transport, with the key of the peer's staging area as the key for signals.
     options: Any
+    # `area_key`, `peer_area`, `peer_area_key`: as in ProxycclStagedWire.
     area_key: int
     peer_area: int
     peer_area_key: int
-    number: int
+    number: int  # index of this rank's endpoint that the wire uses. One thread serves an endpoint's wires to all peers.
 
 
 class StagedOptions(Struct, frozen=True):
-    """The options of a staged connection.
+    """The options of a staged connection."""
 
-    Attributes:
-        native: a ProxycclStagedOptions.
-        wires: the wires, at least one, in the same order as on the peer.
-        ends: number of this rank's endpoints for wires; the connection may use fewer endpoints.
-    """
-
-    native: Any
-    wires: tuple[StagedWire, ...]
-    ends: int
+    native: Any  # a ProxycclStagedOptions
+    wires: tuple[StagedWire, ...]  # the wires, at least one, in the same order as on the peer
+    ends: int  # number of this rank's endpoints for wires; the connection may use fewer endpoints
 
     @classmethod
     def of(cls, wires: Sequence[StagedWire], ends: int, **fields: Any) -> StagedOptions:
@@ -103,20 +92,14 @@ def _status_text(status: int) -> str:
 
 
 class Wire(Struct, frozen=True):
-    """This rank's end of a wire, a connection between two staging areas.
+    """This rank's end of a wire, a connection between two staging areas."""
 
-    Attributes:
-        address: this end's address, which the peer uses to connect.
-        number: index of this rank's endpoint that the wire uses.
-        connect: connects this end to the peer's end, as `TransportEndpoint.connect` does; the wire's signals go to the
-            peer's staging area.
-        close: frees this end.
-    """
-
-    address: bytes
-    number: int
+    address: bytes  # this end's address, which the peer uses to connect
+    number: int  # index of this rank's endpoint that the wire uses
+    # Connects this end to the peer's end, as `TransportEndpoint.connect` does; the wire's signals go to the peer's
+    # staging area.
     connect: Callable[[EndpointInfo, float, Callable[[], bool]], Any]
-    close: Callable[[], None]
+    close: Callable[[], None]  # frees this end
 
 
 class StagedEndpoint:

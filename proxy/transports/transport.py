@@ -69,23 +69,16 @@ class EngineRuntime:
 
 
 class EngineConnection(Struct, frozen=True):
-    """A new connection of the engine, and the objects that it uses.
+    """A new connection of the engine, and the objects that it uses."""
 
-    Attributes:
-        pointer: a ProxycclConnection.
-        owned: the streams and events of the connection's copies, to be closed in this order after the connection is
-            destroyed.
-        wires: pairs (number, wire), where a wire is a ProxycclConnection that a separate thread may poll. One thread
-            polls all connections' wires with the same number.
-        ends: the number of this rank's endpoints for wires; wire numbers are below `ends`.
-        rails: the rails of a connection over several rails.
-    """
-
-    pointer: Any
+    pointer: Any  # a ProxycclConnection
+    # The streams and events of the connection's copies, to be closed in this order after the connection is destroyed.
     owned: tuple[Stream | Event, ...] = ()
+    # Pairs (number, wire), where a wire is a ProxycclConnection that a separate thread may poll. One thread polls all
+    # connections' wires with the same number.
     wires: tuple[tuple[int, Any], ...] = ()
-    ends: int = 0
-    rails: tuple[Rail, ...] = ()
+    ends: int = 0  # the number of this rank's endpoints for wires; wire numbers are below `ends`
+    rails: tuple[Rail, ...] = ()  # the rails of a connection over several rails
 
 
 def create(engine: EngineRuntime, transport: str, native_options: Any, *parts: Any, needs: str = "") -> Any:
@@ -152,13 +145,9 @@ def connect(engine: EngineRuntime, transport: str, options: Any, needs: str) -> 
 
 
 class TransportEndpoint(Protocol):
-    """This rank's endpoint of a connection to one peer.
+    """This rank's endpoint of a connection to one peer."""
 
-    Attributes:
-        info: a description of this endpoint, which the rank sends to the peer.
-    """
-
-    info: EndpointInfo
+    info: EndpointInfo  # a description of this endpoint, which the rank sends to the peer
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
         """Connects to the peer's endpoint, as `ServiceRemote.connect_endpoint` describes. Returns the options with
@@ -178,42 +167,30 @@ def require_unstaged(theirs: EndpointInfo) -> None:
 
 
 class RemoteFunctions(Struct, frozen=True):
-    """A remote transport's functions.
+    """A remote transport's functions."""
 
-    Attributes:
-        missing: returns the requirements of the transport that this machine lacks, in words; "" if it lacks none.
-        open: opens the rank's network device for the transport. Transports with the same `open` share the device.
-            Raises the exceptions of the first call of `ServiceRemote`.
-        make_endpoint: makes an endpoint on the device that `open` returned.
-        refusal: error text for the case that memory of rank `{rank}` could not be exposed because of `{reason}`.
-        stages: whether data is staged through pinned memory, so that the ranks' memory need not be registered.
-        rehearses: whether this transport is the default between nodes that one host simulates (rehearses).
-    """
-
+    # Returns the requirements of the transport that this machine lacks, in words; "" if it lacks none.
     missing: Callable[[], str]
+    # Opens the rank's network device for the transport. Transports with the same `open` share the device. Raises the
+    # exceptions of the first call of `ServiceRemote`.
     open: Callable[[RemoteSetup, TransportOptions], RemoteDevice]
-    make_endpoint: Callable[[Any], TransportEndpoint]
-    refusal: str
+    make_endpoint: Callable[[Any], TransportEndpoint]  # makes an endpoint on the device that `open` returned
+    refusal: str  # error text for the case that memory of rank `{rank}` could not be exposed because of `{reason}`
+    # Whether data is staged through pinned memory, so that the ranks' memory need not be registered.
     stages: bool = False
-    rehearses: bool = True
+    rehearses: bool = True  # whether this transport is the default between nodes that one host simulates (rehearses)
 
 
 class Transport(Struct, frozen=True):
-    """A transport, which moves the data of connections.
+    """A transport, which moves the data of connections."""
 
-    Attributes:
-        name: the transport's name, for users and for the engine.
-        connect: makes a connection of the engine from the transport's options.
-        status_text: returns a status of the transport in words; "" for a status that comes from the GPU's driver.
-        statuses: the statuses that no other transport returns.
-        remote: the functions of a remote transport; None for a transport within a host.
-    """
-
-    name: str
+    name: str  # the transport's name, for users and for the engine
+    # Makes a connection of the engine from the transport's options.
     connect: Callable[[EngineRuntime, Any], EngineConnection]
+    # Returns a status of the transport in words; "" for a status that comes from the GPU's driver.
     status_text: Callable[[int], str] = lambda _: ""
-    statuses: range = range(0)
-    remote: RemoteFunctions | None = None
+    statuses: range = range(0)  # the statuses that no other transport returns
+    remote: RemoteFunctions | None = None  # the functions of a remote transport; None for a transport within a host
 
     @property
     def is_remote(self) -> bool:

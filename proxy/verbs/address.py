@@ -17,30 +17,20 @@ _Uint8 = Annotated[int, Meta(ge=0, lt=1 << 8)]
 
 
 class EndpointAddress(Message, frozen=True):
-    """An endpoint's address and capabilities.
+    """An endpoint's address and capabilities."""
 
-    Attributes:
-        qp_number: number of the queue pair. 0 and 1 are a port's special queue pairs, and 0xFFFFFF is for multicast.
-        psn: the first packet sequence number that the endpoint sends.
-        gid: the port's GID, 16 bytes.
-        gid_type: "IB", "RoCE v1" or "RoCE v2".
-        link_layer: "infiniband" or "ethernet".
-        lid: the port's LID on InfiniBand, otherwise 0. Higher numbers are multicast addresses.
-        port: number of the port.
-        mtu: the largest path MTU that the endpoint supports, in bytes.
-        atomics: number of the peer's atomics that the device executes at a time; 0 if it supports no atomics.
-        reads: number of the peer's reads and atomics that the device executes at a time; 0 if it supports no reads.
-    """
-
+    # Number of the queue pair. 0 and 1 are a port's special queue pairs, and 0xFFFFFF is for multicast.
     qp_number: Annotated[int, Meta(ge=2, lt=0xFFFFFF)]
-    psn: Annotated[int, Meta(ge=0, lt=1 << 24)]
-    gid: Annotated[bytes, Meta(min_length=16, max_length=16)]
-    gid_type: str
-    link_layer: str
+    psn: Annotated[int, Meta(ge=0, lt=1 << 24)]  # the first packet sequence number that the endpoint sends
+    gid: Annotated[bytes, Meta(min_length=16, max_length=16)]  # the port's GID, 16 bytes
+    gid_type: str  # "IB", "RoCE v1" or "RoCE v2"
+    link_layer: str  # "infiniband" or "ethernet"
+    # The port's LID on InfiniBand, otherwise 0. Higher numbers are multicast addresses.
     lid: Annotated[int, Meta(ge=0, lt=0xC000)]
-    port: Annotated[int, Meta(ge=1, lt=255)]
-    mtu: int
-    atomics: _Uint8
+    port: Annotated[int, Meta(ge=1, lt=255)]  # number of the port
+    mtu: int  # the largest path MTU that the endpoint supports, in bytes
+    atomics: _Uint8  # number of the peer's atomics that the device executes at a time; 0 if it supports no atomics
+    # Number of the peer's reads and atomics that the device executes at a time; 0 if it supports no reads.
     reads: _Uint8
 
     def __post_init__(self) -> None:

@@ -26,23 +26,15 @@ _DIAGNOSES = 5  # how many of the newest failures are shown
 
 
 class State(Message, frozen=True):
-    """A snapshot of the machine.
+    """A snapshot of the machine."""
 
-    Attributes:
-        time: the time of day.
-        problem: the reason why the other attributes are empty; "" if there is no problem.
-        communicators: the communicators, sorted by name.
-        services: the proxies' rates since the previous state, without proxies that are new since then.
-        agents: a line for each agent.
-        failures: diagnoses of the newest reports, the newest diagnosis first.
-    """
-
-    time: str
-    problem: str = ""
-    communicators: tuple[CommunicatorView, ...] = ()
+    time: str  # the time of day
+    problem: str = ""  # the reason why the other attributes are empty; "" if there is no problem
+    communicators: tuple[CommunicatorView, ...] = ()  # the communicators, sorted by name
+    # The proxies' rates since the previous state, without proxies that are new since then.
     services: tuple[ServiceRates, ...] = ()
-    agents: tuple[str, ...] = ()
-    failures: tuple[Diagnosis, ...] = ()
+    agents: tuple[str, ...] = ()  # a line for each agent
+    failures: tuple[Diagnosis, ...] = ()  # diagnoses of the newest reports, the newest diagnosis first
 
 
 STATES = Codec(State, MOST_BYTES)
