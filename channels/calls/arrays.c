@@ -18,25 +18,11 @@ int proxyccl_name_array_attributes(void) {
   return 0;
 }
 
-int proxyccl_read_array_types(PyObject* given, ArrayTypes* types) {
-  PyObject *array, *view, *tensors, *place;
-  Py_ssize_t device;
-  if (!PyArg_ParseTuple(given, "O!O!O!O!n", &PyType_Type, &array, &PyType_Type, &view, &PyDict_Type, &tensors,
-                        &PyTuple_Type, &place, &device))
-    return -1;
-  *types = (ArrayTypes){(PyTypeObject*)Py_NewRef(array), (PyTypeObject*)Py_NewRef(view), Py_NewRef(place),
-                        Py_NewRef(tensors), device};
-  return 0;
+int proxyccl_as_array_types(PyObject* given, void* types) {
+  ArrayTypes* self = types;
+  return PyArg_ParseTuple(given, "O!O!O!O!n", &PyType_Type, &self->array, &PyType_Type, &self->view, &PyDict_Type,
+                          &self->tensors, &PyTuple_Type, &self->place, &self->device);
 }
-
-#define OF_TYPES(apply) apply(array) apply(view) apply(place) apply(tensors)
-
-int proxyccl_visit_array_types(const ArrayTypes* self, visitproc visit, void* arg) {
-  OF_TYPES(PROXYCCL_VISIT)
-  return 0;
-}
-
-void proxyccl_clear_array_types(ArrayTypes* self) { OF_TYPES(PROXYCCL_CLEAR) }
 
 static PyObject* call(PyObject* x, int name) { return PyObject_CallMethodObjArgs(x, names[name], NULL); }
 

@@ -58,11 +58,9 @@ static inline uintptr_t proxyccl_take_address(PyObject* number) {
 }
 /* Returns 0, or -1 with an exception. */
 int proxyccl_name_array_attributes(void);
-/* Reads the tuple of `array_types` (launches.py), and takes references to its items. Returns 0, or -1 with an
- * exception. */
-int proxyccl_read_array_types(PyObject* given, ArrayTypes* types);
-int proxyccl_visit_array_types(const ArrayTypes* types, visitproc visit, void* arg);
-void proxyccl_clear_array_types(ArrayTypes* types);
+/* A converter for PyArg_ParseTuple: reads the tuple of `array_types` (launches.py) into an ArrayTypes, which borrows
+ * the tuple's references. */
+int proxyccl_as_array_types(PyObject* given, void* types);
 /* Reads a C-contiguous array. Returns 1 with references to release; 0 if C can't read the array, so that `as_view` must
  * read or refuse it; or -1 with an exception that the program raised (python_errors.h).
  */

@@ -44,13 +44,14 @@ typedef struct Event {
 
 typedef struct FlowCalls {
   PyObject ob_base;
+  PyObject* arguments;         /* the constructor's arguments, which own the objects that other fields borrow */
+  PyObject *acquire, *release; /* owned references */
   ArrayTypes types;
   PyTypeObject *ndarray, *current_stream;
-  PyObject *runtime, *failure, *acquire, *release;
+  PyObject *runtime, *failure;
   PyObject *refuse, *handle_of, *context, *keep, *make_event, *take_stream, *await;
-  PyObject* launchable; /* the owner of `launch` and `flows` */
-  ProxycclLaunch* launch;                 /* NULL in a group of one rank, whose moves are copies by the driver */
-  ProxycclFlows* flows;                   /* the argument of `launch`; without a launch, the number of ranks is set */
+  ProxycclLaunch* launch; /* NULL in a group of one rank, whose moves are copies by the driver */
+  ProxycclFlows* flows;   /* the argument of `launch`; without a launch, the number of ranks is set */
   int (*copy)(void* dst, const void* src, size_t bytes, void* stream);
   uint64_t bytes_per_lane, bytes_at_once; /* a call takes a further lane for this number of bytes; the second is for
                                              calls in lines, of which a block's threads send this number at once */
@@ -533,7 +534,7 @@ static int read_moves(const FlowCalls* self, Side* x, Side* out, Reading* readin
 
 /* Makes a call. Returns 1; 0 if Python must handle the arguments; -1 with an exception. */
 static int make_call(FlowCalls* self, PyObject* const* given, int keeps) {
-  if (self->acquire == NULL || !is_open(self)) return proxyccl_clear_exception();
+  if (!is_open(self)) return proxyccl_clear_exception();
   PyObject* const options = given[2];
   if (!PyTuple_Check(options) || PyTuple_Size(options) != 3) {
     PyErr_SetString(PyExc_TypeError, "options: expected a tuple of 3");
@@ -580,61 +581,35 @@ static PyObject* takes(PyObject* object, PyObject* const* arguments, Py_ssize_t 
 
 /* -- the object --- */
 
-#define REFERENCES(apply)                                                                                        \
-  apply(ndarray) apply(current_stream) apply(runtime) apply(failure) apply(acquire) apply(release) apply(refuse) \
-      apply(handle_of) apply(context) apply(keep) apply(make_event) apply(take_stream) apply(await) apply(launchable)
+/* flow_clear is not the type's tp_clear: every reference cycle through this object also has an object that can be
+ * cleared. */
+#define REFERENCES(apply) apply(arguments) apply(acquire) apply(release)
+PROXYCCL_COLLECT(flow, FlowCalls, REFERENCES)
 
-static int traverse(PyObject* object, visitproc visit, void* arg) {
+static int free_all(PyObject* object) {
   FlowCalls* self = (FlowCalls*)object;
-  Py_VISIT(Py_TYPE(object));
-  REFERENCES(PROXYCCL_VISIT)
-  return proxyccl_visit_array_types(&self->types, visit, arg);
-}
-
-static int let_go(PyObject* object) {
-  FlowCalls* self = (FlowCalls*)object;
-  REFERENCES(PROXYCCL_CLEAR)
-  proxyccl_clear_array_types(&self->types);
-  return 0;
-}
-
-static int let_all_go(PyObject* object) {
-  FlowCalls* self = (FlowCalls*)object;
-  let_go(object);
   PyMem_Free(self->last);
   PyMem_Free(self->turns);
   PyMem_Free(self->events);
-  return 0;
+  return flow_clear(object);
 }
 
-static void end(PyObject* object) { proxyccl_free(object, let_all_go); }
+static void end(PyObject* object) { proxyccl_free(object, free_all); }
 
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
-  PyObject *types, *ndarray, *current_stream, *runtime, *failure, *lock, *launchable;
-  PyObject *refused, *handle_of, *context, *keep, *make_event, *take_stream, *await;
-  unsigned long long launch, flows, bytes_per_lane, bytes_at_once, copy, streams, control, thread_stream;
-  if (!PyArg_ParseTuple(arguments, "OO!O!OOO(KKOKK)(KKKK)(OOOOOOO)", &types, &PyType_Type, &ndarray, &PyType_Type,
-                        &current_stream, &runtime, &failure, &lock, &launch, &flows, &launchable, &bytes_per_lane,
-                        &bytes_at_once, &copy, &streams, &control, &thread_stream, &refused, &handle_of, &context, &keep,
-                        &make_event, &take_stream, &await))
-    return NULL;
-  PyObject* object = PyType_GenericNew(type, NULL, NULL);
-  if (object == NULL) return NULL;
+  PyObject *object = PyType_GenericNew(type, NULL, NULL), *lock, *launchable;
   FlowCalls* self = (FlowCalls*)object;
-  if (proxyccl_read_array_types(types, &self->types) != 0) {
+  if (object == NULL) return NULL;
+  self->arguments = Py_NewRef(arguments);
+  if (!PyArg_ParseTuple(
+          arguments, "O&O!O!OOO(O&O&OO&O&)(O&O&O&O&)(OOOOOOO)", proxyccl_as_array_types, &self->types, &PyType_Type,
+          &self->ndarray, &PyType_Type, &self->current_stream, &self->runtime, &self->failure, &lock,
+          PROXYCCL_AT(launch), PROXYCCL_AT(flows), &launchable, PROXYCCL_AT(bytes_per_lane), PROXYCCL_AT(bytes_at_once),
+          PROXYCCL_AT(copy), PROXYCCL_AT(streams), PROXYCCL_AT(control), PROXYCCL_AT(thread_stream), &self->refuse,
+          &self->handle_of, &self->context, &self->keep, &self->make_event, &self->take_stream, &self->await)) {
     Py_DECREF(object);
     return NULL;
   }
-  self->ndarray = (PyTypeObject*)Py_NewRef(ndarray), self->current_stream = (PyTypeObject*)Py_NewRef(current_stream);
-  self->runtime = Py_NewRef(runtime), self->failure = Py_NewRef(failure), self->launchable = Py_NewRef(launchable);
-  self->launch = (ProxycclLaunch*)(uintptr_t)launch, self->flows = (ProxycclFlows*)(uintptr_t)flows;
-  self->bytes_per_lane = bytes_per_lane, self->bytes_at_once = bytes_at_once;
-  self->copy = (int (*)(void*, const void*, size_t, void*))(uintptr_t)copy;
-  self->streams = (const ProxycclStreamOrder*)(uintptr_t)streams;
-  self->control = (const ProxycclControl*)(uintptr_t)control, self->thread_stream = (uintptr_t)thread_stream;
-  self->refuse = Py_NewRef(refused), self->handle_of = Py_NewRef(handle_of), self->context = Py_NewRef(context);
-  self->keep = Py_NewRef(keep), self->make_event = Py_NewRef(make_event);
-  self->take_stream = Py_NewRef(take_stream), self->await = Py_NewRef(await);
   const size_t count = 2 * (size_t)self->flows->world_size;
   self->last = PyMem_Calloc(count, sizeof *self->last);
   self->turns = PyMem_Calloc(count, sizeof *self->turns);
@@ -668,13 +643,8 @@ static PyGetSetDef attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot slots[] = {
-    {Py_tp_new, make},
-    {Py_tp_dealloc, end},
-    {Py_tp_traverse, traverse},
-    {Py_tp_clear, let_go},
-    {Py_tp_methods, methods},
-    {Py_tp_getset, attributes},
-    {0, NULL},
+    {Py_tp_new, make},        {Py_tp_dealloc, end},       {Py_tp_traverse, flow_traverse},
+    {Py_tp_methods, methods}, {Py_tp_getset, attributes}, {0, NULL},
 };
 static PyType_Spec spec = {
     .name = "proxyccl.channels.calls._calls.FlowCalls",

@@ -1,5 +1,7 @@
 #include "form.h"
 
+#include <string.h>
+
 static PyTypeObject* form_type; /* the type is made once per process */
 
 int proxyccl_is_form(PyObject* object) { return Py_TYPE(object) == form_type; }
@@ -28,6 +30,12 @@ static void* read_rows(PyObject* list, size_t width, size_t* count) {
   if (PyErr_Occurred() == NULL) return numbers;
   PyMem_Free(numbers);
   return NULL;
+}
+
+int proxyccl_as_pointer(PyObject* number, void* pointer) {
+  void* const address = PyLong_AsVoidPtr(number);
+  memcpy(pointer, &address, sizeof address);
+  return PyErr_Occurred() == NULL;
 }
 
 int proxyccl_leave_lock(PyObject* release, int result) {

@@ -46,6 +46,10 @@ int proxyccl_is_form(PyObject* object);
 /* Adds the type Form to the module. Returns 0, or -1 with an exception. */
 int proxyccl_add_form(PyObject* module);
 
+/* A converter for PyArg_ParseTuple: reads an address, which it stores as a pointer or as a number of 64 bits. For a
+ * format O&, PROXYCCL_AT(member) is the converter and the member of `self`. */
+int proxyccl_as_pointer(PyObject* number, void* pointer);
+#define PROXYCCL_AT(member) proxyccl_as_pointer, &self->member
 /* Releases what a Python function returned. Returns 0, or -1 with an exception if the function raised one. */
 static inline int proxyccl_take_result(PyObject* result) {
   Py_XDECREF(result);

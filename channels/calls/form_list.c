@@ -14,7 +14,8 @@ typedef struct Listed {
 /* See FormList in _calls.pyi. */
 typedef struct FormList {
   PyObject ob_base;
-  PyObject* calls; /* the group's Calls */
+  PyObject* arguments; /* the constructor's arguments, which own the objects that the next fields borrow */
+  PyObject* calls;     /* the group's Calls */
   PyObject *widths, *view, *prepare;
   Py_ssize_t further; /* number of arguments after the arrays */
   Py_ssize_t count;
@@ -154,7 +155,7 @@ static PyObject* find_and_call(FormList* self, PyObject* const* arguments, const
 
 static PyObject* call(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
   FormList* self = (FormList*)object;
-  if (self->widths == NULL || count != PyTuple_Size(self->widths) + self->further) {
+  if (count != PyTuple_Size(self->widths) + self->further) {
     PyErr_SetString(PyExc_TypeError,
                     "call: expected one argument for each array of the list and each further argument");
     return NULL;
@@ -171,12 +172,10 @@ static PyObject* call(PyObject* object, PyObject* const* arguments, Py_ssize_t c
   return NULL;
 }
 
-#define REFERENCES(apply) apply(calls) apply(widths) apply(view) apply(prepare)
-
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   FormList* self = (FormList*)object;
   Py_VISIT(Py_TYPE(object));
-  REFERENCES(PROXYCCL_VISIT)
+  Py_VISIT(self->arguments);
   for (Py_ssize_t i = 0; i < self->count; ++i) {
     for (int k = 0; k < PROXYCCL_MOST_GIVEN; ++k) {
       PROXYCCL_VISIT_KIND(self->listed[i].kinds[k])
@@ -186,31 +185,34 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
   return 0;
 }
 
+/* Leaves `arguments`: every reference cycle through them also has an object that can be cleared. */
 static int let_go(PyObject* object) {
   FormList* self = (FormList*)object;
   while (self->count > 0) release(self->listed[--self->count]);
-  REFERENCES(PROXYCCL_CLEAR)
   return 0;
 }
 
-static void end(PyObject* object) { proxyccl_free(object, let_go); }
+static int let_all_go(PyObject* object) {
+  let_go(object);
+  Py_CLEAR(((FormList*)object)->arguments);
+  return 0;
+}
+
+static void end(PyObject* object) { proxyccl_free(object, let_all_go); }
 
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
-  PyObject *calls, *widths, *view, *prepare;
-  Py_ssize_t further, all = 0;
-  if (!PyArg_ParseTuple(arguments, "OO!nOO", &calls, &PyTuple_Type, &widths, &further, &view, &prepare) ||
-      !proxyccl_require_calls(calls))
-    return NULL;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(widths); ++i) all += Py_ABS(PyLong_AsSsize_t(PyTuple_GetItem(widths, i)));
-  if (PyErr_Occurred() != NULL) return NULL;
-  if (all > PROXYCCL_MOST_GIVEN)
-    return PyErr_Format(PyExc_ValueError, "expected at most %d arrays", PROXYCCL_MOST_GIVEN);
   PyObject* object = PyType_GenericNew(type, NULL, NULL);
-  if (object == NULL) return NULL;
   FormList* self = (FormList*)object;
-  self->calls = Py_NewRef(calls), self->widths = Py_NewRef(widths), self->view = Py_NewRef(view),
-  self->prepare = Py_NewRef(prepare);
-  self->further = further;
+  if (object == NULL) return NULL;
+  self->arguments = Py_NewRef(arguments);
+  Py_ssize_t all = 0;
+  if (PyArg_ParseTuple(arguments, "OO!nOO", &self->calls, &PyTuple_Type, &self->widths, &self->further, &self->view,
+                       &self->prepare) &&
+      proxyccl_require_calls(self->calls))
+    for (Py_ssize_t i = 0; i < PyTuple_Size(self->widths); ++i)
+      all += Py_ABS(PyLong_AsSsize_t(PyTuple_GetItem(self->widths, i)));
+  if (all > PROXYCCL_MOST_GIVEN) PyErr_Format(PyExc_ValueError, "expected at most %d arrays", PROXYCCL_MOST_GIVEN);
+  if (PyErr_Occurred() != NULL) Py_CLEAR(object);
   return object;
 }
 

@@ -22,10 +22,12 @@ typedef struct Note {
 
 typedef struct Calls {
   PyObject ob_base;
+  PyObject* arguments;         /* the constructor's arguments, which own the objects that other fields borrow */
+  PyObject *acquire, *release; /* owned references */
   ArrayTypes types;
-  size_t rank;
+  Py_ssize_t rank;
   PyTypeObject* current_stream;
-  PyObject *acquire, *release, *refuse, *turn, *context, *keep;
+  PyObject *refuse, *turn, *context, *keep;
   int direct;       /* 1 if C may issue a call on `stream` without calling `turn` */
   uintptr_t stream; /* the stream of the latest call */
   int on_host;
@@ -101,11 +103,7 @@ static int refuse(Calls* self, int status, PyObject* kept) {
   return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
-static int take_lock(Calls* self) {
-  if (self->acquire != NULL && proxyccl_take_result(PyObject_CallNoArgs(self->acquire)) == 0) return 0;
-  if (PyErr_Occurred() == NULL) PyErr_SetString(PyExc_RuntimeError, "the calls were cleared");
-  return -1;
-}
+static int take_lock(Calls* self) { return proxyccl_take_result(PyObject_CallNoArgs(self->acquire)); }
 
 /* The state of a call while it is being made. */
 typedef struct Making {
@@ -235,17 +233,14 @@ static int read_arrays(const Calls* self, Making* call) {
     return 1;
   }
   const int read_out = read_given(self, call, call->out);
-  if (read_out > 0 && proxyccl_relate(signature, self->rank)) call->kept_alone = 0; /* Python raises the error */
+  if (read_out > 0 && proxyccl_relate(signature, (size_t)self->rank))
+    call->kept_alone = 0; /* Python raises the error */
   return read_out;
 }
 
 static int make_call(Calls* self, Making* call) {
   if (!PyTuple_Check(call->options) || PyTuple_Size(call->options) == 0 || PyTuple_Size(call->options) > MOST_OPTIONS) {
     PyErr_Format(PyExc_TypeError, "options: expected a tuple of 1 to %d", MOST_OPTIONS);
-    return -1;
-  }
-  if (self->acquire == NULL) { /* the garbage collector has cleared these calls */
-    PyErr_SetString(PyExc_RuntimeError, "the group of these calls was closed and collected");
     return -1;
   }
   call->signature = (Signature){.options = call->options, .arrays = call->arrays};
@@ -415,50 +410,45 @@ static PyObject* stream_of_calls(PyObject* object, void* Py_UNUSED(closure)) {
   return PyLong_FromUnsignedLongLong(self->stream);
 }
 
-#define REFERENCES(apply) \
-  apply(current_stream) apply(acquire) apply(release) apply(refuse) apply(turn) apply(context) apply(keep) apply(lend)
+#define REFERENCES(apply) apply(arguments) apply(acquire) apply(release) apply(lend)
 
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   Calls* self = (Calls*)object;
   Py_VISIT(Py_TYPE(object));
   REFERENCES(PROXYCCL_VISIT)
-  int visited = proxyccl_visit_array_types(&self->types, visit, arg);
-  if (visited == 0) visited = proxyccl_visit_reach(&self->reach, visit, arg);
-  if (visited == 0) visited = proxyccl_visit_forms(&self->forms, visit, arg);
-  return visited;
+  const int visited = proxyccl_visit_reach(&self->reach, visit, arg);
+  return visited != 0 ? visited : proxyccl_visit_forms(&self->forms, visit, arg);
 }
 
+/* Leaves the objects of `arguments`: every reference cycle through them also has an object that can be cleared. */
 static int let_go(PyObject* object) {
   Calls* self = (Calls*)object;
   self->direct = 0;
   proxyccl_drop_all_forms(&self->forms);
   proxyccl_clear_reach(&self->reach);
-  REFERENCES(PROXYCCL_CLEAR)
-  proxyccl_clear_array_types(&self->types);
+  Py_CLEAR(self->lend);
   return 0;
 }
 
-static void end(PyObject* object) { proxyccl_free(object, let_go); }
+static int let_all_go(PyObject* object) {
+  Calls* self = (Calls*)object;
+  let_go(object);
+  REFERENCES(PROXYCCL_CLEAR)
+  return 0;
+}
+
+static void end(PyObject* object) { proxyccl_free(object, let_all_go); }
 
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
-  PyObject *types, *lock, *refused, *turn, *context, *keep, *current_stream;
-  Py_ssize_t rank;
-  if (!PyArg_ParseTuple(arguments, "OnOO!(OOOO)", &types, &rank, &lock, &PyType_Type, &current_stream, &refused, &turn,
-                        &context, &keep))
-    return NULL;
-  PyObject* object = PyType_GenericNew(type, NULL, NULL);
-  if (object == NULL) return NULL;
+  PyObject *object = PyType_GenericNew(type, NULL, NULL), *lock;
   Calls* self = (Calls*)object;
-  if (proxyccl_read_array_types(types, &self->types) != 0) {
-    Py_DECREF(object);
-    return NULL;
-  }
-  self->rank = (size_t)rank, self->on_host = self->types.device < 0;
-  self->current_stream = (PyTypeObject*)Py_NewRef(current_stream);
-  self->refuse = Py_NewRef(refused), self->turn = Py_NewRef(turn);
-  self->context = Py_NewRef(context), self->keep = Py_NewRef(keep);
-  self->acquire = PyObject_GetAttrString(lock, "acquire");
-  self->release = self->acquire == NULL ? NULL : PyObject_GetAttrString(lock, "release");
+  if (object == NULL) return NULL;
+  self->arguments = Py_NewRef(arguments);
+  if (PyArg_ParseTuple(arguments, "O&nOO!(OOOO)", proxyccl_as_array_types, &self->types, &self->rank, &lock,
+                       &PyType_Type, &self->current_stream, &self->refuse, &self->turn, &self->context, &self->keep) &&
+      (self->acquire = PyObject_GetAttrString(lock, "acquire")) != NULL)
+    self->release = PyObject_GetAttrString(lock, "release");
+  self->on_host = self->types.device < 0;
   if (self->release != NULL) return object;
   Py_DECREF(object);
   return NULL;

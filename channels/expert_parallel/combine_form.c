@@ -184,9 +184,8 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
   self->form.listed.call = call, self->form.receive = receive;
   if (PyArg_ParseTuple(arguments, "OO&(nnnn)ppO&(OnO&O&)OO(OO)", &common, proxyccl_as_prepared, &self->after_copy,
                        &self->hidden, &self->row_bytes, &self->experts, &self->padded_rows, &self->spare_rows,
-                       &self->halves, proxyccl_as_pointer, &self->call, &self->buffers, &self->passing,
-                       proxyccl_as_pointer, &self->passing_at, proxyccl_as_pointer, &self->copy, &self->context,
-                       &self->new_output, &self->check_desc, &self->check_output))
+                       &self->halves, PROXYCCL_AT(call), &self->buffers, &self->passing, PROXYCCL_AT(passing_at),
+                       PROXYCCL_AT(copy), &self->context, &self->new_output, &self->check_desc, &self->check_output))
     return object;
   Py_DECREF(object);
   return NULL;

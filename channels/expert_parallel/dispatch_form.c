@@ -303,22 +303,21 @@ static PyObject* issue(PyObject* object, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-#define AT(member) proxyccl_as_pointer, &self->member
-
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
   PyObject *object = proxyccl_new_form(type, arguments), *common;
   Form* self = (Form*)object;
   if (object == NULL) return NULL;
   self->form.listed.call = call, self->form.receive = receive;
   if (PyArg_ParseTuple(arguments, "Oi(nnp)O&(iO&O&O&O&O&)(OO&O&O&O&)(O&i)(III)(OOOOOOO&)(nin)(II)(OOO)OO(O&nn)",
-                       &common, &self->way, &self->topk, &self->max_tokens, &self->grows, AT(call), &self->before,
-                       AT(quantizing), AT(packing[0]), AT(packing[1]), AT(packed_tokens), AT(packed), &self->new_lost,
-                       AT(replaced_ids), AT(lost_slots), AT(replaced), AT(kept_ids), AT(clearing), &self->cleared,
-                       &self->phases, &self->send_phases, &self->receive_phases, &self->descriptor_type,
+                       &common, &self->way, &self->topk, &self->max_tokens, &self->grows, PROXYCCL_AT(call),
+                       &self->before, PROXYCCL_AT(quantizing), PROXYCCL_AT(packing[0]), PROXYCCL_AT(packing[1]),
+                       PROXYCCL_AT(packed_tokens), PROXYCCL_AT(packed), &self->new_lost, PROXYCCL_AT(replaced_ids),
+                       PROXYCCL_AT(lost_slots), PROXYCCL_AT(replaced), PROXYCCL_AT(kept_ids), PROXYCCL_AT(clearing),
+                       &self->cleared, &self->phases, &self->send_phases, &self->receive_phases, &self->descriptor_type,
                        &self->not_received, &self->context, &self->numbers, &self->tables, &self->new_tables,
-                       AT(offsets), &self->most_rows, &self->counts_rows, &self->received, &self->scale_bytes,
+                       PROXYCCL_AT(offsets), &self->most_rows, &self->counts_rows, &self->received, &self->scale_bytes,
                        &self->scale_column, &self->new_rows, &self->new_scales, &self->new_weights, &self->begun,
-                       &self->proceed, AT(buffers), &self->buffer_bytes, &self->scales_offset))
+                       &self->proceed, PROXYCCL_AT(buffers), &self->buffer_bytes, &self->scales_offset))
     return object;
   Py_DECREF(object);
   return NULL;

@@ -2,17 +2,10 @@
 
 #include <string.h>
 
-int proxyccl_as_pointer(PyObject* number, void* pointer) {
-  void* const address = PyLong_AsVoidPtr(number);
-  memcpy(pointer, &address, sizeof address);
-  return PyErr_Occurred() == NULL;
-}
-
 int proxyccl_as_prepared(PyObject* given, void* call) {
-  PreparedCall* made = call;
-  return given == Py_None ||
-         PyArg_ParseTuple(given, "O&O&O&O&O", proxyccl_as_pointer, &made->issue, proxyccl_as_pointer, &made->callers,
-                          proxyccl_as_pointer, &made->call, proxyccl_as_pointer, &made->launch, &made->kept);
+  PreparedCall* self = call;
+  return given == Py_None || PyArg_ParseTuple(given, "O&O&O&O&O", PROXYCCL_AT(issue), PROXYCCL_AT(callers),
+                                              PROXYCCL_AT(call), PROXYCCL_AT(launch), &self->kept);
 }
 
 PyObject* proxyccl_new_form(PyTypeObject* type, PyObject* arguments) {
@@ -30,28 +23,17 @@ PyObject* proxyccl_new_form(PyTypeObject* type, PyObject* arguments) {
   return NULL;
 }
 
-#define REFERENCES(apply) apply(arguments) apply(latest_stream) apply(element) apply(make_latest)
+#define FORM_REFERENCES(apply) apply(arguments) apply(latest_stream) apply(element) apply(make_latest)
 
-/* Forms lack tp_clear, as tuples do: every reference cycle through a form also has an object that can be cleared. */
-static int visit_form(PyObject* object, visitproc visit, void* arg) {
-  LayerForm* self = (LayerForm*)object;
-  Py_VISIT(Py_TYPE(object));
-  REFERENCES(PROXYCCL_VISIT)
-  return 0;
-}
-
-static int let_form_go(PyObject* object) {
-  LayerForm* self = (LayerForm*)object;
-  REFERENCES(PROXYCCL_CLEAR)
-  return 0;
-}
-
-static void end_form(PyObject* object) { proxyccl_free(object, let_form_go); }
+/* form_clear is not the type's tp_clear, which forms lack, as tuples do: every reference cycle through a form also has
+ * an object that can be cleared. */
+PROXYCCL_COLLECT(form, LayerForm, FORM_REFERENCES)
 
 int proxyccl_add_layer_form(PyObject* module, PyTypeObject** type, const char* name, size_t size, newfunc make,
                             PyMethodDef* methods) {
   PyType_Slot slots[] = {
-      {Py_tp_new, make}, {Py_tp_dealloc, end_form}, {Py_tp_traverse, visit_form}, {Py_tp_methods, methods}, {0, NULL},
+      {Py_tp_new, make}, {Py_tp_dealloc, form_end}, {Py_tp_traverse, form_traverse}, {Py_tp_methods, methods},
+      {0, NULL},
   };
   if (methods == NULL) slots[3] = (PyType_Slot){0, NULL};
   PyType_Spec spec = {
@@ -156,23 +138,9 @@ static PyObject* receive(PyObject* object, PyObject* arguments) {
   return ((LayerForm*)self->form)->receive(self, stream, out);
 }
 
-#undef REFERENCES
-#define REFERENCES(apply) apply(form) apply(desc) apply(stream) apply(rows) apply(weights) apply(owners) apply(recorded)
-
-static int traverse(PyObject* object, visitproc visit, void* arg) {
-  SentCall* self = (SentCall*)object;
-  Py_VISIT(Py_TYPE(object));
-  REFERENCES(PROXYCCL_VISIT)
-  return 0;
-}
-
-static int let_go(PyObject* object) {
-  SentCall* self = (SentCall*)object;
-  REFERENCES(PROXYCCL_CLEAR)
-  return 0;
-}
-
-static void end(PyObject* object) { proxyccl_free(object, let_go); }
+#define SENT_REFERENCES(apply) \
+  apply(form) apply(desc) apply(stream) apply(rows) apply(weights) apply(owners) apply(recorded)
+PROXYCCL_COLLECT(sent, SentCall, SENT_REFERENCES)
 
 static PyMethodDef methods[] = {
     {"receive", receive, METH_VARARGS, NULL},
@@ -187,8 +155,8 @@ static PyMemberDef members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot slots[] = {
-    {Py_tp_dealloc, end},     {Py_tp_traverse, traverse}, {Py_tp_clear, let_go},
-    {Py_tp_methods, methods}, {Py_tp_members, members},   {0, NULL},
+    {Py_tp_dealloc, sent_end}, {Py_tp_traverse, sent_traverse}, {Py_tp_clear, sent_clear},
+    {Py_tp_methods, methods},  {Py_tp_members, members},        {0, NULL},
 };
 static PyType_Spec spec = {
     .name = "proxyccl.channels.calls._calls.SentCall",

@@ -53,9 +53,8 @@ PyObject* proxyccl_new_form(PyTypeObject* type, PyObject* arguments);
  */
 int proxyccl_add_layer_form(PyObject* module, PyTypeObject** type, const char* name, size_t size, newfunc make,
                             PyMethodDef* methods);
-/* Converters for PyArg_ParseTuple: proxyccl_as_pointer converts an address to a pointer; proxyccl_as_prepared converts
- * a result of `CallForm.prepared`, or None, to a PreparedCall, which borrows the arguments' references. */
-int proxyccl_as_pointer(PyObject* number, void* pointer);
+/* A converter for PyArg_ParseTuple: reads a result of `CallForm.prepared`, or None, into a PreparedCall, which borrows
+ * the arguments' references. */
 int proxyccl_as_prepared(PyObject* given, void* call);
 /* Returns a SentCall, or NULL with an exception set. Steals the reference to `owners`, which may be NULL with an
  * exception set. */
