@@ -60,10 +60,8 @@ def flat_view(group: Group, x: Any, argument: str, *, in_bytes: bool) -> ArrayVi
     return ArrayView(view.ptr, (view.nbytes // dtype.itemsize,), dtype, view.device, view.writable, view.owner)
 
 
-def output_view(
-    group: Group, out: Any, x: Any, source: ArrayView, shape: tuple[int, ...] | None
-) -> tuple[Any, ArrayView]:
-    """Returns the array that the caller gets back, and its view. The array is `out`, or a new array if `out` is None.
+def output_view(group: Group, out: Any, x: Any, source: ArrayView, shape: tuple[int, ...] | None) -> ArrayView:
+    """Returns the view of `out`.
 
     Args:
         out, x: the caller's arrays, which may be the same.
@@ -73,15 +71,13 @@ def output_view(
     Raises:
         ArgumentError: `out` has a wrong shape or type, or is read-only.
     """
-    if out is None and shape is not None:
-        out = new_like(group, source, shape)
     argument, view = ("x", source) if out is x else ("out", input_view(group, out, "out"))
     require_writable(view, argument)
     if view.dtype != source.dtype:
         raise ArgumentError(argument, f"has element type {view.dtype}; expected the type of x, {source.dtype}")
     if shape not in (None, view.shape):
         raise ArgumentError(argument, f"has shape {view.shape}; expected {shape}")
-    return out, view
+    return view
 
 
 def require_writable(view: ArrayView, argument: str) -> None:

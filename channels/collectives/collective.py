@@ -111,10 +111,10 @@ class Collective(ABC):
         if options.flat:
             source = flat_view(group, x, "x", in_bytes=not self.reduces)
             given = source if out is x else flat_view(group, out, "out", in_bytes=not self.reduces)
-            _, target = output_view(group, given, source, source, self.shape(group, source))
+            target = output_view(group, given, source, source, self.shape(group, source))
         else:
             source = input_view(group, x, "x")
-            _, target = output_view(group, out, x, source, self.shape(group, source))
+            target = output_view(group, out, x, source, self.shape(group, source))
         if op is not None:
             require_reducible(source, op)
         refuse_partial_overlap(group.rank, source, target)
@@ -184,7 +184,7 @@ class Planned(Collective):
         group = collectives.group
         collectives.execution_plans.require_executable(self._plan)
         source = input_view(group, x, "x")
-        _, target = output_view(group, out, x, source, None)
+        target = output_view(group, out, x, source, None)
         refuse_partial_overlap(group.rank, source, target)
         refusal = self._plan.refusal(source.size, target.size, source.dtype, options.op)
         if refusal is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from proxyccl.channels.calls._calls import FlowCalls
 from proxyccl.channels.calls.launches import CurrentStream, array_types
 from proxyccl.channels.collectives.packet_team import LINE_PACKETS, LINE_WARP, PACKET_BYTES, line_data_bytes
-from proxyccl.channels.collectives.table import COLLECTIVES
+from proxyccl.channels.collectives.table import SEND_RECEIVE
 from proxyccl.channels.collectives.team import Links
 from proxyccl.channels.group import Group
 from proxyccl.channels.joining.exchange import FLAG
@@ -19,8 +19,8 @@ from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.errors import KernelError
-from proxyccl.device.kernel import Kernel, Launch
-from proxyccl.device.runtime import Runtime, Stream
+from proxyccl.device.kernel import Launch
+from proxyccl.device.runtime import Stream
 from proxyccl.device.sleepers import ProxiedStruct
 from proxyccl.proxy._engine import lib as engine_lib
 
@@ -47,11 +47,6 @@ the lines' size is a multiple, so that the size of the data in the lines is a mu
 _NO_STREAM = 2**64 - 1
 
 
-def load_kernel(runtime: Runtime) -> Kernel:
-    (kernel,) = COLLECTIVES["send"]
-    return runtime.shipped(kernel.file, kernel.name)
-
-
 class Flows:
     """The state of transfers between pairs of ranks. All ranks construct a `Flows` together. A group of one rank only
     copies within the rank, so its `Flows` has neither memory nor a kernel.
@@ -72,7 +67,7 @@ class Flows:
         threads = round_up(min(_THREADS, defaults.threads), LINE_WARP if whole_lines else 1)
         flows = ffi.new("ProxycclFlows *", {"rank": group.rank, "world_size": group.world_size})
         self._launch = self._connect(group, flows, threads, whole_lines) if group.world_size > 1 else None
-        launch = (0, _address(flows), flows)
+        launch: tuple[int, int, object] = (0, _address(flows), flows)
         if self._launch is not None:
             launch = (_address(self._launch.prepared), _address(self._launch.packed(0)), self._launch)
         at_once = min(flows.line_bytes, line_data_bytes(threads * LINE_PACKETS * PACKET_BYTES))
@@ -136,7 +131,7 @@ class Flows:
         lines = min(_MOST_LINE_BYTES, slot_bytes // _LINE_PART) // _LINE_UNIT * _LINE_UNIT if whole_lines else 0
         flows.line_bytes, flows.data_offset = line_data_bytes(lines), lib.PROXYCCL_FLOW_HEADER_BYTES + lines
         argument = ProxiedStruct.of(bytes(ffi.buffer(flows)), links.sleepers)
-        return load_kernel(group.runtime).prepare(1, threads, argument)
+        return SEND_RECEIVE.load(group.runtime).prepare(1, threads, argument)
 
     def _take_stream(self) -> Stream:
         """Returns a stream that only one call uses, so that waiting for the stream does not wait for other calls."""

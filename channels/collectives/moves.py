@@ -56,15 +56,13 @@ class Move(Collective):
         packets = team.packets
         if self.name in PACKET_MOVES and packets is not None and share <= packets.move_bytes:
             launch = packets.move(share, call.request.cta_policy)
-            kernel = (LINE_KERNELS if launch.lines else PACKET_MOVES)[self.name]
-            shipped = group.runtime.shipped(kernel.file, kernel.name)
-            return shipped.prepare(launch.blocks, launch.threads, launch.parameter, source.ptr, target.ptr, share)
-        kernel = COLLECTIVES[self.name][0]
+            kernel = (LINE_KERNELS if launch.lines else PACKET_MOVES)[self.name].load(group.runtime)
+            return kernel.prepare(launch.blocks, launch.threads, launch.parameter, source.ptr, target.ptr, share)
         root = () if call.root is None else (call.root,)
         reached = call.reached and not (self.rereads_output and source.ptr == target.ptr)
         arguments = (team.parameter(nbytes=share, reached=reached), source.ptr, target.ptr, share, *root)
         blocks = team.grid(share, call.request.cta_policy)
-        return group.runtime.shipped(kernel.file, kernel.name).prepare(blocks, team.threads, *arguments)
+        return COLLECTIVES[self.name][0].load(group.runtime).prepare(blocks, team.threads, *arguments)
 
 
 class _AllGather(Move):

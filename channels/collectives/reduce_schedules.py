@@ -233,8 +233,7 @@ class _Slots:
         self.nbytes = len(self._peers) * self._slot_bytes
         pinned = by_proxy.memories.pinned("scratch", self.nbytes) if may_be_pinned else None
         self._memory = pinned or by_proxy.memories.stage("scratch", self.nbytes)
-        kernel = REDUCTION_OF_SCHEDULES
-        self._kernel = self._group.runtime.shipped(kernel.file, kernel.name, dtype.name, op)
+        self._kernel = REDUCTION_OF_SCHEDULES.load(self._group.runtime, dtype.name, op)
 
     def offset(self, peer: int) -> int:
         return (self._members.index(peer) - (peer > self._group.rank)) * self._slot_bytes

@@ -74,9 +74,9 @@ def steps_of_all_reduce(collectives: Collectives, call: Call, chosen: str) -> Se
     if chosen in PACKET_ALGORITHMS and team.packets is not None:
         launch = team.packets.launch(chosen, source.dtype, source.size, policy)
         kernel = LINE_KERNELS[chosen] if launch.lines else kernel
-        shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
+        shipped = kernel.load(group.runtime, source.dtype.name, op)
         return [shipped.prepare(launch.blocks, launch.threads, launch.parameter, *arrays)]
-    shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
+    shipped = kernel.load(group.runtime, source.dtype.name, op)
     return [shipped.prepare(team.grid(source.nbytes, policy), team.threads, team.parameter(), *arrays)]
 
 
@@ -106,7 +106,7 @@ def _prepare_two_shot(
     blocks, parameter = team.pipeline(
         source.size, dtype.itemsize, policy, reached=reached, loadable=loadable, divisor=divisor
     )
-    shipped = group.runtime.shipped(kernel.file, kernel.name, dtype.name, op)
+    shipped = kernel.load(group.runtime, dtype.name, op)
     return shipped.prepare(blocks, team.threads, parameter, source.ptr, target.ptr, source.size)
 
 
@@ -114,8 +114,7 @@ def _one_round(
     group: Group, team: Team, op: str, source: ArrayView, target: ArrayView, divisor: int | None = None
 ) -> Launch:
     """Returns the launch that reduces an array among a team's ranks by one exchange of data."""
-    kernel = ALL_REDUCE_KERNELS["proxy"]
-    shipped = group.runtime.shipped(kernel.file, kernel.name, target.dtype.name, op)
+    shipped = ALL_REDUCE_KERNELS["proxy"].load(group.runtime, target.dtype.name, op)
     return shipped.prepare(1, team.threads, team.parameter(divisor=divisor), source.ptr, target.ptr, target.size)
 
 
@@ -195,8 +194,8 @@ class _Levels(Struct, Generic[_BetweenStep], frozen=True):
         """Returns the steps for a call's elements. If `wide`, pieces are reduced in float32 and rounded once."""
         if not wide:
             return self._steps(source, target)
-        shipped, (inside, _) = self.collectives.group.runtime.shipped, self.collectives.levels()
-        widen, narrow = (shipped(kernel.file, kernel.name) for kernel in (WIDEN_FLOAT16, NARROW_FLOAT16))
+        runtime, (inside, _) = self.collectives.group.runtime, self.collectives.levels()
+        widen, narrow = (kernel.load(runtime) for kernel in (WIDEN_FLOAT16, NARROW_FLOAT16))
         memory, float32 = self.collectives.wide_parts(), DTYPES["float32"]
         steps: list[Launch | _BetweenStep] = []
         for begin, count in rounds(source.size, WIDE_PARTS_BYTES // float32.itemsize):
@@ -229,9 +228,8 @@ class _Levels(Struct, Generic[_BetweenStep], frozen=True):
         steps: list[Launch | _BetweenStep] = []
         if share:
             own, team = _part(target, topology.local_rank * share, share), inside.parameter()
-            scatter_kernel, gather_kernel = COLLECTIVES["reduce_scatter"][0], COLLECTIVES["all_gather"][0]
-            scatter = group.runtime.shipped(scatter_kernel.file, scatter_kernel.name, dtype.name, self.partial)
-            gather = group.runtime.shipped(gather_kernel.file, gather_kernel.name)
+            scatter = COLLECTIVES["reduce_scatter"][0].load(group.runtime, dtype.name, self.partial)
+            gather = COLLECTIVES["all_gather"][0].load(group.runtime)
             grids = inside.grid(even * dtype.itemsize, self.policy), inside.grid(own.nbytes, self.policy)
             steps += [
                 scatter.prepare(grids[0], inside.threads, team, source.ptr, own.ptr, share),
@@ -303,7 +301,7 @@ class _ReduceScatter(Collective):
             return prepare_reduce_scatter(collectives.by_proxy(), source, target, op)
         team, kernel = collectives.team(), COLLECTIVES[self.name][0]
         blocks, parameter = team.scatter(target.size, source.dtype.itemsize, call.request.cta_policy)
-        shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
+        shipped = kernel.load(group.runtime, source.dtype.name, op)
         return shipped.prepare(blocks, team.threads, parameter, source.ptr, target.ptr, target.size)
 
 

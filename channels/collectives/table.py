@@ -11,6 +11,8 @@ from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import reduction_dtypes
 from proxyccl.device.build.ahead_of_time import Shipped
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.kernel import Kernel
+from proxyccl.device.runtime import Runtime
 
 BITWISE_OPS = ("band", "bor", "bxor")
 """Operators that take only integers."""
@@ -37,6 +39,10 @@ class CollectiveKernel(Struct, frozen=True):
     file: str
     name: str  # the kernel's name in `file`
     reduces: bool = False  # whether there is a kernel for each element type and operator
+
+    def load(self, runtime: Runtime, dtype: str | None = None, op: str | None = None) -> Kernel:
+        """Returns the compiled kernel; if it reduces, the kernel for an element type and an operator."""
+        return runtime.shipped(self.file, self.name, dtype, op)
 
 
 ALL_REDUCE_KERNELS: dict[str, CollectiveKernel] = {
@@ -88,7 +94,8 @@ _ALL_REDUCE = (
     WIDEN_FLOAT16,
     NARROW_FLOAT16,
 )
-_TRANSFERS = (CollectiveKernel("send_receive.h", "send_receive"),)
+SEND_RECEIVE = CollectiveKernel("send_receive.h", "send_receive")
+"""The kernel of transfers between pairs of ranks."""
 
 COLLECTIVES: dict[str, tuple[CollectiveKernel, ...]] = {
     **dict.fromkeys(("all_reduce", "reduce"), _ALL_REDUCE),
@@ -96,18 +103,17 @@ COLLECTIVES: dict[str, tuple[CollectiveKernel, ...]] = {
     "all_gather": (CollectiveKernel("moves.h", "all_gather"), PACKET_MOVES["all_gather"], LINE_KERNELS["all_gather"]),
     "all_to_all": (CollectiveKernel("moves.h", "all_to_all"), PACKET_MOVES["all_to_all"], LINE_KERNELS["all_to_all"]),
     "broadcast": (CollectiveKernel("moves.h", "broadcast"),),
-    **dict.fromkeys(("send", "recv", "all_to_all_v", "gather", "scatter"), _TRANSFERS),
+    **dict.fromkeys(("send", "recv", "all_to_all_v", "gather", "scatter"), (SEND_RECEIVE,)),
     "barrier": (CollectiveKernel("moves.h", "barrier"),),
 }
 
 
-def _moves_first(kernel: CollectiveKernel) -> tuple[bool, str, str]:
-    return kernel.reduces, kernel.file, kernel.name
-
-
 KERNELS_OF_STEPS: tuple[Shipped, ...] = tuple(
     (kernel.file, kernel.name, dtype, op)
-    for kernel in sorted({kernel for kernels in COLLECTIVES.values() for kernel in kernels}, key=_moves_first)
+    for kernel in sorted(
+        {kernel for kernels in COLLECTIVES.values() for kernel in kernels},
+        key=lambda kernel: (kernel.reduces, kernel.file, kernel.name),
+    )
     for dtype in (("bfloat16", "float32") if kernel.reduces else (None,))
     for op in (("avg", "sum") if kernel.name == "reduce_scatter" else ("sum",) if kernel.reduces else (None,))
 )

@@ -220,8 +220,9 @@ def all_to_all_v(
     recv_counts = _counts(group.world_size, recv_counts, "recv_counts")
     if not source.shape or source.shape[0] != sum(send_counts):
         raise ArgumentError("x", f"has shape {source.shape}; expected {sum(send_counts)} rows, the sum of send_counts")
-    _, target = output_view(group, out, x, source, (sum(recv_counts), *source.shape[1:]))
-    _refuse_overlap(source, target)
+    target = output_view(group, out, x, source, (sum(recv_counts), *source.shape[1:]))
+    if source.nbytes and target.nbytes and overlap(source, target):
+        raise ArgumentError("out", "overlaps x; the output must not overlap the input")
     own = group.rank
     if send_counts[own] != recv_counts[own]:
         raise ArgumentError(
@@ -245,7 +246,7 @@ def gather(collectives: Collectives, x: Any, root: int, out: Any, stream: Stream
         return out if is_root else None
     source, target = input_view(group, x, "x"), None
     if is_root:
-        _, target = output_view(group, out, x, source, rows_of_all(group, source))
+        target = output_view(group, out, x, source, rows_of_all(group, source))
         refuse_partial_overlap(root, source, target)
     call = CollectiveCall("gather", source.dtype.name, root=root, count=source.size, shape=source.shape)
     _issue_views(collectives, source, target, (root, "even" if is_root else ()), stream, call)
@@ -272,7 +273,7 @@ def scatter(collectives: Collectives, x: Any, root: int, out: Any, stream: Strea
         target = input_view(group, out, "out")
         require_writable(target, "out")
     else:
-        _, target = output_view(group, out, x, given, share_shape(group, given))
+        target = output_view(group, out, x, given, share_shape(group, given))
         refuse_partial_overlap(root, given, target)
     call = CollectiveCall("scatter", target.dtype.name, root=root, count=target.size, shape=target.shape)
     _issue_views(collectives, given, target, ("even" if is_root else (), root), stream, call)
@@ -290,11 +291,6 @@ def _agree(group: Group, name: str, root: int, whole: int | None, arrays: tuple[
     else:
         call = CollectiveCall(name, dtype.name, root=root, count=math.prod(shape), shape=shape)
     group.launches.agree(call)
-
-
-def _refuse_overlap(a: ArrayView, b: ArrayView) -> None:
-    if a.nbytes and b.nbytes and overlap(a, b):
-        raise ArgumentError("out", "overlaps x; the output must not overlap the input")
 
 
 def _counts(ranks: int, counts: Sequence[int], argument: str) -> list[int]:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from proxyccl.channels.collectives.flows import load_kernel
-from proxyccl.channels.collectives.table import KERNELS_OF_STEPS
+from proxyccl.channels.collectives.table import KERNELS_OF_STEPS, SEND_RECEIVE
 from proxyccl.device.build.ahead_of_time import compile_kernels
 from proxyccl.device.errors import ProxyCCLError
 from proxyccl.device.gpu import stream_order
@@ -87,7 +86,7 @@ class DeviceRuntimes:
         with self._lock:
             if device not in self._made:
                 runtime = open_runtime(runtime_name(device), device.index)
-                load_kernel(runtime)
+                SEND_RECEIVE.load(runtime)
                 self._made[device] = runtime
             return self._made[device]
 

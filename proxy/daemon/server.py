@@ -115,7 +115,7 @@ class Attendance:
             self.ended(descriptor)
 
 
-class Daemon:
+class Daemon(contextlib.AbstractContextManager["Daemon"]):
     """A daemon. The constructor starts to listen, `serve` accepts clients, and `close` ends the clients' sessions.
     Raises ArgumentError if an option is wrong, or the path names a file that is not a socket, and ResourceError if
     another daemon listens at the path.
@@ -160,9 +160,6 @@ class Daemon:
         self.reporter = DaemonReporter(
             self._listener.name, self._threads, lambda: list(self._sessions), enabled=reports
         )
-
-    def __enter__(self) -> Daemon:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

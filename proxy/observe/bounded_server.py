@@ -60,9 +60,6 @@ class BoundedServer(ThreadingTCPServer):
         self._thread = Thread(self.serve_forever, name)
         self._thread.start()
 
-    def __enter__(self) -> BoundedServer:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.end()
 

@@ -105,7 +105,7 @@ def connection_of(channel: ChannelView, connections: Iterable[ConnectionView]) -
     return next((each for each in connections if (each.worker, each.number) == place), None)
 
 
-class Observer:
+class Observer(contextlib.AbstractContextManager["Observer"]):
     """Reads the state of one service. Use an observer as a context manager, or call `close`. Raises ArgumentError if
     the service has ended, or if its publication is invalid.
     """
@@ -128,9 +128,6 @@ class Observer:
                 size = 1 << place.size_log2
                 self._rings.append(Ring(mapped(place.handle, ring_bytes(size)), size))
             self._opened = opened.pop_all()
-
-    def __enter__(self) -> Observer:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

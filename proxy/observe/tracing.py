@@ -240,7 +240,7 @@ class _Records:
             decoder.feed(records.tolist())
 
 
-class Tracer:
+class Tracer(contextlib.AbstractContextManager["Tracer"]):
     """Records a service's activity until `stop`. Only one tracer at a time can record a service. Each worker begins to
     record at the next poll of its rings. Raises ResourceError if another process traces the service, or the service's
     file is gone, and ArgumentError if the service has ended.
@@ -271,9 +271,6 @@ class Tracer:
         self._buffer = ffi.new("ProxycclTraceRecord[]", lib.PROXYCCL_TRACE_RECORDS)
         self._note_channels()
         self._ask_until(time.monotonic_ns() + _LEASE_NS)
-
-    def __enter__(self) -> Tracer:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
