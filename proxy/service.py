@@ -77,6 +77,7 @@ class ProxyService(ProxyWords):
     Attributes:
         sleepers: the service's threads, which kernel launches wake.
         publication: the service's publication for observers; None without a description.
+        handling: the running handlers: for each handler's channel, the time.monotonic() at which the handler began.
 
     Raises:
         ArgumentError: there are fewer rings than threads, a ring size is not a power of two, or a core does not exist.
@@ -110,7 +111,7 @@ class ProxyService(ProxyWords):
         self.words = SharedWords(shared, shared_offset)
         self._on_failure = on_failure
         self._handlers: dict[int, Handler] = {}  # by channel
-        self._handling: dict[int, float] = {}
+        self.handling: dict[int, float] = {}
         self._connections: list[Connection] = []
         self.engine_connections: list[EngineConnection] = []  # by number
         self._closed = self._freed = False
@@ -440,11 +441,6 @@ class ProxyService(ProxyWords):
             self._channels.set_handler(channel, worker)
         return channel
 
-    @property
-    def handling(self) -> dict[int, float]:
-        """The running handlers: for each handler's channel, the time.monotonic() at which the handler began."""
-        return self._handling
-
     def reserve_elsewhere(self) -> int:
         """Reserves a channel id for a service in a client's process. The daemon calls this method, so that the daemon's
         service and the client's service use different ids.
@@ -508,13 +504,13 @@ class ProxyService(ProxyWords):
     def _handle(self, worker: Worker, info: Any) -> None:
         channel, words = info.channel, (info.trigger.word0, info.trigger.word1)
         error: BaseException | None = None
-        self._handling[channel] = time.monotonic()
+        self.handling[channel] = time.monotonic()
         try:
             self._handlers[channel](Trigger.decode(*words))
         except BaseException as raised:  # also catches SystemExit, which would end this thread and therefore the proxy
             error = raised
         finally:
-            del self._handling[channel]
+            del self.handling[channel]
         if error is None:
             lib.proxyccl_worker_handled(worker.pointer)
             return

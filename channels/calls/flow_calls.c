@@ -51,7 +51,7 @@ typedef struct FlowCalls {
   PyObject *runtime, *failure;
   PyObject *refuse, *handle_of, *context, *keep, *make_event, *take_stream, *await;
   ProxycclLaunch* launch; /* NULL in a group of one rank, whose moves are copies by the driver */
-  ProxycclFlows* flows;   /* the argument of `launch`; without a launch, the number of ranks is set */
+  ProxycclFlows* flows;   /* the argument of `launch`; in a group of one rank, only `rank` and `world_size` are set */
   int (*copy)(void* dst, const void* src, size_t bytes, void* stream);
   uint64_t bytes_per_lane, bytes_at_once; /* a call takes a further lane for this number of bytes; the second is for
                                              calls in lines, of which a block's threads send this number at once */

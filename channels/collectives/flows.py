@@ -117,7 +117,7 @@ class Flows:
         ends = 2 * lanes  # links to each peer: one for each lane and direction
         links = Links(group, memory, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
         self._memory.callback(links.close)
-        self._kept = memory
+        self._registered = memory  # kept, because the links hold addresses of its mappings
         counters_bytes = round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
         table = links.on_device(group, counters_bytes)
         self._memory.callback(table.close)
