@@ -85,7 +85,9 @@ def hold_while_forking(lock: _Lock) -> None:
 def _begin() -> None:
     global _here  # noqa: PLW0603
     _here = Process()
-    for file in list(_kept):
+    files = list(_kept)
+    _kept.clear()  # a fork of this child must not close descriptors that have got these numbers since
+    for file in files:
         file.close()  # a socket is not shut down, because the parent still uses the socket
 
 

@@ -35,3 +35,26 @@ def test_a_child_closes_the_sockets_that_tell_of_the_parents_end() -> None:
         assert theirs.recv(1) == b"x"
         for descriptor in told:
             os.close(descriptor)
+
+
+def test_a_child_of_a_child_closes_nothing_that_the_child_has_closed() -> None:
+    """The number of a closed descriptor may be that of another file by then."""
+
+    class File:
+        closed = 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    file, told = File(), os.pipe()
+    forks.keep_from_children(file)
+    if (child := os.fork()) == 0:
+        if (grandchild := os.fork()) == 0:
+            os.write(told[1], b"%d" % file.closed)
+            os._exit(0)
+        os.waitpid(grandchild, 0)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(told[0], 10) == b"1"
+    for descriptor in told:
+        os.close(descriptor)
