@@ -7,8 +7,10 @@ Each round runs the two libraries one after the other, each in a pair of new pro
 rounds. DIRECTORY is where NIXL's wheel was installed (`pip install --target DIRECTORY nixl`). The table shows
 wall-clock times and the initiator's CPU time; "idle" is the share of a core that a process with an idle agent uses.
 
-"register" and "deregister" are times per region, for as many regions of 4 KiB as the number says, each registered by a
-separate call; "list" registers as many regions by one call, in descending order of their addresses.
+The last rows are times per region, for as many regions of 4 KiB as the number says. "register" and "deregister" make
+a call for each region; "list" and "list backwards" register all regions by one call, in ascending and in descending
+order of their addresses. "metadata" makes the bytes that another agent reads in "add"; "prepare" and "prepare remote"
+prepare a list of as many blocks, of this agent's memory and of the other agent's.
 
 With --devices, both agents use GPU memory (of two GPUs, or of one GPU if the machine has only one), and the table also
 shows GB/s. With --mixed the initiator uses the host's memory.
@@ -24,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,7 @@ DEVICE_SIZES = [
 ]
 MIXED_SIZES = [(1, 8), (1, 64 << 20), (10000, 45 << 10)]
 """The cases between the host's memory and a GPU's: the number of blocks, and the bytes of each block."""
-REGIONS, REGION_BYTES = (5_000, 50_000), 4096
+REGIONS, REGION_BYTES = (5_000, 100_000), 4096
 MOST_ENDED = 5_000
 """The most regions whose ends are timed."""
 MOST_BYTES = 1 << 29
@@ -158,26 +161,34 @@ def initiator(directory: Path, devices: bool, mixed: bool) -> None:
     os._exit(0)
 
 
-def registrations(agent: Any, count: int) -> dict[str, dict[str, float]]:
-    """Times the registration of `count` regions, in microseconds per region."""
+def registrations(peer: Any, count: int) -> dict[str, dict[str, float]]:
+    """Times work on `count` regions of a new agent, which `peer` then knows, in microseconds per region."""
+    from nixl._api import nixl_agent
+
     memory = np.zeros(count * REGION_BYTES, np.uint8)
     rows = [(memory.ctypes.data + number * REGION_BYTES, REGION_BYTES, 0, "") for number in range(count)]
-    times = [time.perf_counter()]
-    made = [agent.register_memory([row], "DRAM") for row in rows]
-    times.append(time.perf_counter())
-    for each in made[:MOST_ENDED]:
-        agent.deregister_memory(each)
-    times.append(time.perf_counter())
-    for each in made[MOST_ENDED:]:  # not timed, because NIXL takes half a millisecond for each of 100,000
-        agent.deregister_memory(each)
-    listed = time.perf_counter()
-    agent.register_memory(rows[::-1], "DRAM")
-    times.append(times[-1] + time.perf_counter() - listed)
-    parts = {"register": count, "deregister": min(count, MOST_ENDED), "list": count}
-    return {
-        f"{what} {count}": {"us": 1e6 * (end - begin) / number}
-        for (what, number), begin, end in zip(parts.items(), times, times[1:], strict=False)
-    }
+    array = np.array([row[:3] for row in rows], np.uint64)
+    results: dict[str, dict[str, float]] = {}
+
+    def timed(what: str, number: int, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = work()
+        results[f"{what} {count}"] = {"us": 1e6 * (time.perf_counter() - start) / number}
+        return result
+
+    agent = nixl_agent(f"regions {count}")
+    ended = min(count, MOST_ENDED)  # because NIXL takes half a millisecond for each of 100,000
+    made = timed("register", count, lambda: [agent.register_memory([row], "DRAM") for row in rows])
+    metadata = timed("metadata", count, agent.get_agent_metadata)
+    name = timed("add", count, lambda: peer.add_remote_agent(metadata))
+    timed("prepare", count, lambda: agent.prep_xfer_dlist("", array, "DRAM"))
+    timed("prepare remote", count, lambda: peer.prep_xfer_dlist(name, array, "DRAM"))
+    timed("deregister", ended, lambda: [agent.deregister_memory(each) for each in made[:ended]])
+    for what, listed in (("list", rows), ("list backwards", rows[::-1])):
+        agent = nixl_agent(f"{what} {count}")
+        descs = timed(what, count, lambda listed=listed, agent=agent: agent.register_memory(listed, "DRAM"))
+        timed(f"deregister {what}", count, lambda descs=descs, agent=agent: agent.deregister_memory(descs))
+    return results
 
 
 def end_of(times: list[tuple[float, float, float]]) -> bool:

@@ -56,6 +56,8 @@ def _argument(tp: Any) -> str:
             return "Pointer"
         case model.PrimitiveType(name="char"):
             return "Passed[CharPointer] | bytes"
+        case model.PrimitiveType() if tp.quals & model.Q_CONST:
+            return f"Passed[{_pointer(tp.totype)}] | Sequence[int]"
         case model.PointerType():
             return f"Passed[{_pointer(tp.totype)}] | Sequence[{_argument(tp.totype)}]"
     return f"Passed[{_pointer(tp.totype)}]"

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from proxyccl.channels import array_libraries
 from proxyccl.channels.timeouts import as_seconds, timeout_from
 from proxyccl.channels.transfers.blocks import Rows, as_rows
-from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached
+from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached, Share
 from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slices
 from proxyccl.channels.transfers.errors import (
     NameTakenError,
@@ -41,7 +41,7 @@ from proxyccl.channels.transfers.grants import (
     as_granted,
     find_blocks,
 )
-from proxyccl.channels.transfers.host_memory import mapped_memory, shares_of
+from proxyccl.channels.transfers.host_memory import share_of
 from proxyccl.channels.transfers.ledger import LEDGER_BYTES, MOST_KEYS, Ledger, number_of
 from proxyccl.channels.transfers.losses import event_of_losses
 from proxyccl.channels.transfers.metadata import LONGEST_NAME, METADATA, Metadata, Place
@@ -56,14 +56,23 @@ from proxyccl.channels.transfers.paths import (
 from proxyccl.channels.transfers.peers import Peer
 from proxyccl.channels.transfers.preparing import Pair, Preparer, Side, kind_of
 from proxyccl.channels.transfers.published import Published
-from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, holder_of, is_unicode, require_valid
+from proxyccl.channels.transfers.regions import (
+    DRAM,
+    VRAM,
+    Region,
+    Regions,
+    columns_of,
+    holder_of,
+    is_unicode,
+    require_valid,
+)
 from proxyccl.channels.transfers.transfer import State, Transfer, has_ended, set_guard, set_label
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import Array, as_view
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
 from proxyccl.device.memory.descriptor_server import serve
 from proxyccl.device.memory.descriptors import EXHAUSTED, out_of_descriptors
-from proxyccl.device.memory.shared_memory import SharedMemory
+from proxyccl.device.memory.shared_memory import SharedMemory, find_range
 from proxyccl.device.process import forks
 from proxyccl.device.process.left_behind import take_each
 from proxyccl.device.shown_text import shown
@@ -276,15 +285,21 @@ class Agent:
         self._register(regions, None)
 
     def _register(self, regions: Sequence[Region], runtime: Any) -> None:
+        shares: list[Share] = []
+        copiers: dict[Region, Copier] = {}
+        mapped: dict[Region, SharedMemory] = {}
         for region in regions:
             require_valid(region)
-        # An array without elements may have no address.
-        of_devices = [each for each in regions if each.kind == VRAM and each.nbytes]
-        shares = [self._devices.share(each, runtime) for each in of_devices]
-        copiers = {share.region: self._devices.of(share) for share in shares}
-        mapped = mapped_memory(regions)
-        if mapped:
-            shares += shares_of(mapped)
+            if not region.nbytes:  # an array without elements may have no address
+                continue
+            if region.kind == VRAM:
+                shares.append(self._devices.share(region, runtime))
+                copiers[region] = self._devices.of(shares[-1])
+            memory = find_range(region.address, region.nbytes)
+            if memory is not None:
+                mapped[region] = memory
+                if region.kind == DRAM:
+                    shares.append(share_of(region, memory))
         with self._lock:
             self._require_open()
             for copier in copiers.values():
@@ -313,20 +328,19 @@ class Agent:
                     new.append(region)
                     if number:
                         ended.append(number)
-        begun = ledger.begin(len(new))
+        begun = ledger.begin(len(new)) if new else []
         numbers.update(zip(new, begun, strict=True))
         try:
-            for region in new if mapped else ():
-                if region in mapped:
+            if mapped:
+                for region in mapped.keys() & new:
                     ledger.watch(numbers[region], mapped[region].addresses())
-            self._change_memory([region for region in new if region not in own], adds=True)
+            self._change_memory([region for region in new if region not in own] if ended else new, adds=True)
         except BaseException:
-            for number in begun:
-                ledger.end(number)
+            ledger.end(begun)
             raise
-        own.add(regions, [numbers[region] for region in regions])
-        for number in ended:
-            ledger.end(number)
+        own.add(regions, numbers)
+        if ended:
+            ledger.end(ended)
 
     def deregister(self, *regions: Region) -> None:
         """Ends the registration of all of the regions or, if one isn't registered, of none. After `deregister` returns,
@@ -339,19 +353,18 @@ class Agent:
         """
         with self._lock:
             self._require_open()
-            numbers = {region: self._own.number(region) for region in regions}
-            gone = self._own.remove(regions)
-            if gone is None:
+            removed = self._own.remove(regions)
+            if removed is None:
                 raise NotRegisteredError("a region is not registered")
-            for region in gone:
-                self._ledger.end(numbers[region])
+            gone = list(removed)
+            self._ledger.end(list(removed.values()))
             self._change_memory(gone, adds=False)
             if self._fabric is not None:
                 self._fabric.deregister(gone)
             self._reached.add((), gone)
             self._pinned.forget(gone)
             self._drop_pins_of_others(gone)
-            for region in regions:
+            for region in regions if self._kept else ():
                 kept = self._kept.get(region)
                 if kept:
                     del kept[0]
@@ -375,7 +388,7 @@ class Agent:
 
     def _change_memory(self, regions: Sequence[Region], *, adds: bool) -> None:
         """Tells the engine that peers may, or may no longer, access regions through sockets."""
-        for serving in (None, *self._serving):
+        for serving in (None, *self._serving) if regions else ():
             device = None if serving is None else serving.runtime.device
             rows = [
                 value
@@ -386,8 +399,7 @@ class Agent:
             if not rows:
                 continue
             staging = ffi.NULL if serving is None else self._serving[serving]
-            words = ffi.new("uint64_t[]", rows)
-            if lib.proxyccl_agent_change_memory(self._handle, staging, words, len(rows) // 2, adds):
+            if lib.proxyccl_agent_change_memory(self._handle, staging, rows, len(rows) // 2, adds):
                 raise MemoryError("there is no memory for the regions")
 
     # Grants
@@ -503,16 +515,27 @@ class Agent:
         """
         with self._lock:
             self._require_open()
-            once = list(dict.fromkeys(self.regions if regions is None else regions))
-            once += [self._ledger_region] * place
-            if not all(region in self._own for region in once):
-                raise NotRegisteredError("a region is not registered")
-            keys = [] if self._fabric is None else self._fabric.keys(once)
-            told = self._place if place else None
-            numbers = [self._own.number(region) for region in once]
-            shares = self._reached.of(once)
-            said = Metadata("proxyccl-agent-2", self.name, self._token, told, once, numbers, shares, keys)
-            return METADATA.encode(said)
+            ledger = [self._ledger_region] * place
+            if regions is None:
+                columns, once = self._own.columns(without=self._internal.difference(ledger))
+            else:
+                once = list(dict.fromkeys(regions)) + ledger
+                columns = columns_of(once, map(self._own.number, once))
+                if not columns[3].all():
+                    raise NotRegisteredError("a region is not registered")
+            labels = [region.label for region in once]
+            return METADATA.encode(
+                Metadata(
+                    "proxyccl-agent-3",
+                    self.name,
+                    self._token,
+                    self._place if place else None,
+                    columns.tobytes(),
+                    labels if any(labels) else [],
+                    self._reached.of(once),
+                    [] if self._fabric is None else self._fabric.keys(once),
+                )
+            )
 
     def add(self, metadata: bytes) -> str:
         """Adds another agent, or more regions of an agent that was added. Does not communicate.

@@ -140,7 +140,7 @@ class Reached:
         """Removes the shares of the regions in `replaced`, then adds shares. A region that was registered again has a
         new share; memory mapped by the old share stays mapped while transfers use it."""
         with self._lock:
-            before = {region: share for region in replaced if (share := self._shares.pop(region, None)) is not None}
+            before = {region: self._shares.pop(region) for region in self._shares.keys() & replaced}
             for share in shares:
                 before.setdefault(share.region, self._shares.get(share.region, share))
                 self._shares[share.region] = share
@@ -231,13 +231,13 @@ class Pinned:
     def drop(self, regions: Iterable[Region]) -> None:
         """Removes regions that another agent has deregistered. Each region is unpinned when no transfer uses it."""
         with self._lock:
-            for region in regions:
-                self._pinned.pop(region, None)
+            for region in self._pinned.keys() & regions:
+                del self._pinned[region]
 
     def forget(self, regions: Iterable[Region] | None = None) -> None:
         """Unpins the given regions, or all regions if `regions` is None. No transfer may still use these regions."""
         with self._lock:
-            for region in list(self._pinned) if regions is None else regions:
-                memory = self._pinned.pop(region, None)
+            for region in list(self._pinned) if regions is None else self._pinned.keys() & regions:
+                memory = self._pinned.pop(region)
                 if memory is not None:
                     memory.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +9,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from proxyccl.channels.transfers.device_memory import Share
-from proxyccl.channels.transfers.regions import DRAM, Region
+from proxyccl.channels.transfers.regions import Region
 from proxyccl.device.memory.descriptor_server import serve
-from proxyccl.device.memory.shared_memory import SharedMemory, find_range
+from proxyccl.device.memory.shared_memory import SharedMemory
 
 _PLACE = "host"
 
@@ -36,15 +35,7 @@ def shared_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> N
     return np.asarray(SimpleNamespace(memory=memory, __array_interface__=interface))  # the array keeps the memory alive
 
 
-def mapped_memory(regions: Iterable[Region]) -> dict[Region, SharedMemory]:
-    """Returns, for each region that lies in memory allocated by ProxyCCL, the whole allocation."""
-    found = ((region, find_range(region.address, region.nbytes)) for region in regions if region.nbytes)
-    return {region: memory for region, memory in found if memory is not None}
-
-
-def shares_of(mapped: Mapping[Region, SharedMemory]) -> list[Share]:
-    """Returns shares of the regions in host memory among those that `mapped_memory` returned."""
-    shares = [Share(region, _PLACE, memory.handle) for region, memory in mapped.items() if region.kind == DRAM]
-    if shares:
-        serve()  # lets agents in other PID namespaces map the regions
-    return shares
+def share_of(region: Region, memory: SharedMemory) -> Share:
+    """Returns the share of a region in host memory that ProxyCCL allocated."""
+    serve()  # lets agents in other PID namespaces map the region
+    return Share(region, _PLACE, memory.handle)

@@ -12,6 +12,7 @@ import itertools
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,7 +96,7 @@ class Ledger:
         self._mapped = memory.addresses()
         self.pointer: ProxycclLedgerPointer = ffi.cast("ProxycclLedger *", memory.ptr)
         self.words: Rows = np.ctypeslib.as_array((ctypes.c_uint64 * _WORDS).from_address(memory.ptr))
-        self._next = itertools.count(1)
+        self._next = 1  # the first slot that was never used
         self._lock = threading.Lock()
         self._unused: list[int] = []
         self._granted = np.zeros(_WORDS, bool)  # whether a slot's word is that of a granted block
@@ -135,8 +136,8 @@ class Ledger:
     def begin(self, count: int) -> list[int]:
         """Begins registrations, and returns their numbers. Raises ResourceError if there are too many registrations."""
         with self._lock:
-            numbers = [next(self._births) * _WORDS + slot for slot in self._take(count)]
-        lib.proxyccl_ledger_begin(self.pointer, ffi.new("uint64_t[]", numbers), count)
+            numbers = self._take(count)
+        lib.proxyccl_ledger_begin(self.pointer, numbers, count)
         return numbers
 
     def watch(self, number: int, pages: object) -> None:
@@ -144,14 +145,13 @@ class Ledger:
         end = lib.proxyccl_ledger_end
         self._watched[number] = forks.finalizer(pages, _freed, end, self.pointer, number, self._mapped)
 
-    def end(self, number: int) -> None:
-        """Ends a registration."""
-        watched = self._watched.pop(number, None)
-        if watched is not None:
-            watched.detach()
-        lib.proxyccl_ledger_end(self.pointer, number, False)
+    def end(self, numbers: Sequence[int]) -> None:
+        """Ends registrations."""
+        for number in self._watched.keys() & numbers:
+            self._watched.pop(number).detach()
+        lib.proxyccl_ledger_end(self.pointer, numbers, len(numbers), False)
         with self._lock:
-            self._unused.append(number % _WORDS)
+            self._unused += [number % _WORDS for number in numbers]
 
     def place(self) -> Place:
         """Returns the place of this process's transfers, which the first call takes. Raises ResourceError."""
@@ -166,9 +166,8 @@ class Ledger:
         """
         self.place()
         with self._lock:
-            slots = sorted(self._take(count))
-            births = np.fromiter(itertools.islice(self._births, count), np.uint64, count)
-            numbers = births * np.uint64(_WORDS) + np.array(slots, np.uint64)
+            numbers = np.array(self._take(count), np.uint64)
+            slots = numbers % np.uint64(_WORDS)
             self.words[slots], self._granted[slots] = numbers, True
         return numbers
 
@@ -223,13 +222,17 @@ class Ledger:
         return np.asarray(self.words[numbers % np.uint64(_WORDS)] == numbers)
 
     def _take(self, count: int) -> list[int]:
-        """Takes unused slots, with the lock held. Raises ResourceError if there are not enough."""
+        """Returns numbers that were never used, in ascending order, of unused slots. The lock must be held. Raises
+        ResourceError if there are not enough slots.
+        """
         unused = self._unused
-        slots = [unused.pop() if unused else next(self._next) for _ in range(count)]
-        if slots and max(slots) >= _SLOTS:
-            self._unused += [slot for slot in slots if slot < _SLOTS]
-            raise ResourceError(f"an agent has at most {_SLOTS - 1} registered regions and granted blocks")
-        return slots
+        missing = count - len(unused)
+        if missing > 0:
+            if self._next + missing > _SLOTS:
+                raise ResourceError(f"an agent has at most {_SLOTS - 1} registered regions and granted blocks")
+            unused += range(self._next, self._next + missing)
+            self._next += missing
+        return [next(self._births) * _WORDS + unused.pop() for _ in range(count)]
 
     def close(self) -> None:
         """Closes the ledger's descriptor. The memory stays mapped while transfers still read it."""
@@ -243,4 +246,4 @@ def _unwatch(watched: dict[int, weakref.finalize[..., Any]]) -> None:
 
 def _freed(end: Any, pointer: ProxycclLedgerPointer, number: int, _mapped: object) -> None:
     """Records that the memory was freed. Garbage collection calls this in any thread, so it must not take a lock."""
-    end(pointer, number, True)
+    end(pointer, [number], 1, True)

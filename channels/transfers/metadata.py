@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 from typing import Annotated, Literal
 
+import numpy as np
 from msgspec import Meta
 
+from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.channels.transfers.device_memory import Share
 from proxyccl.channels.transfers.errors import MetadataError
 from proxyccl.channels.transfers.fabric import Key
-from proxyccl.channels.transfers.regions import Region, is_range
+from proxyccl.channels.transfers.regions import END, LONGEST_LABEL, Region, is_range, regions_of
 from proxyccl.proxy._transfers import lib
 from proxyccl.proxy.codec import Codec, Message, Uint64
 
 LONGEST_NAME = 1024
+_ROW_BYTES = 5 * 8
 _LIMIT = 64 << 20  # bytes; enough for several 100,000 regions
 _TOKEN = Meta(min_length=lib.PROXYCCL_SECRET_BYTES, max_length=lib.PROXYCCL_SECRET_BYTES)
 
@@ -49,28 +52,44 @@ class Metadata(Message, frozen=True):
         name: the agent's name, which other agents may also use after this one has ended.
         token: random bytes that identify the agent and name its Unix socket.
         place: the addresses with which peers connect to the agent; None in metadata that only add regions.
-        regions, registrations: registered regions, and the number of each region's registration.
+        rows, labels: the registered regions: the bytes of their columns (`columns_of`), and their labels; no labels if
+            all are empty.
         shares, keys: the handles by which processes of the host map the regions, and the regions' libfabric keys.
     """
 
-    format: Literal["proxyccl-agent-2"]
+    format: Literal["proxyccl-agent-3"]
     name: Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
     token: Annotated[bytes, _TOKEN]
     place: Place | None
-    regions: list[Region]
-    registrations: list[Annotated[int, Meta(ge=1, le=2**63 - 1)]]
+    rows: bytes
+    labels: list[Annotated[str, Meta(max_length=LONGEST_LABEL)]]
     shares: list[Share]
     keys: list[Key]
 
     def __post_init__(self) -> None:
         if "\0" in self.name:
             raise ValueError("name has a NUL character")
-        if len(self.regions) != len(self.registrations):
-            raise ValueError(f"{len(self.regions)} regions have {len(self.registrations)} registrations")
+        if len(self.rows) % _ROW_BYTES:
+            raise ValueError(f"rows has {len(self.rows)} bytes, which is not a multiple of {_ROW_BYTES}")
+        starts, ends, _, numbers, are_vram = self.columns
+        if self.labels and len(self.labels) != len(starts):
+            raise ValueError(f"{len(starts)} regions have {len(self.labels)} labels")
+        wrong = (starts > ends) | (ends >= END) | (numbers - np.uint64(1) >= END - 1) | (are_vram > 1)
+        if wrong.any():
+            raise ValueError(f"rows: row {wrong.argmax()} is not a registered range of memory")
         shared, named = ([each.region for each in self.shares], [each.region for each in self.keys])
-        for region in itertools.chain(self.regions, shared, named):
+        for region in itertools.chain(shared, named):
             if not is_range(region):
                 raise ValueError(f"regions: {region} is not a range of memory")
+
+    @property
+    def columns(self) -> Rows:
+        """The columns of the regions (`columns_of`)."""
+        return np.frombuffer(self.rows, np.uint64).reshape(5, -1)
+
+    def regions(self) -> list[Region]:
+        """Returns the regions."""
+        return regions_of(self.columns, self.labels or [""] * self.columns.shape[1])
 
 
 METADATA = Codec(Metadata, _LIMIT, "metadata of an agent", MetadataError)

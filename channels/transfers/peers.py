@@ -54,17 +54,18 @@ class Peer:
         """Adds the regions of metadata, with their shares and keys. Removes the shares and keys of known regions that
         overlap the added regions, because the peer may have freed their memory.
         """
-        stale = {
-            region
-            for region, number in zip(message.regions, message.registrations, strict=True)
-            if number < self.regions.number(region)  # the known metadata are newer
+        regions, columns = message.regions(), message.columns
+        known = self.regions.number
+        fresh = {  # without those of which the known metadata are newer
+            region: index
+            for index, (region, number) in enumerate(zip(regions, columns[3].tolist(), strict=True))
+            if number >= known(region)
         }
-        regions = [region for region in message.regions if region not in stale]
-        shares = [share for share in message.shares if share.region not in stale]
-        replaced = self.regions.overlapping(regions)
-        self.regions.know(message.regions, message.registrations)
-        self.reached.add(shares, replaced)
-        self.keys.add((key for key in message.keys if key.region not in stale), replaced)
+        columns = columns[:, list(fresh.values())]
+        replaced = self.regions.overlapping(columns)
+        self.regions.know(list(fresh), columns)
+        self.reached.add((share for share in message.shares if share.region in fresh), replaced)
+        self.keys.add((key for key in message.keys if key.region in fresh), replaced)
         self._ended = -1
 
     def forget_ended(self) -> list[Region]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -20,7 +21,7 @@ VRAM = "vram"
 """Memory of a device: of a GPU, or of the host runtime, which stands in for one."""
 
 LONGEST_LABEL = 4096
-_END = 2**63
+END = 2**63
 """An address above the end of any memory."""
 
 
@@ -57,9 +58,28 @@ def require_valid(region: Region) -> None:
         raise ArgumentError("regions", f"{region} is not a range of memory")
 
 
+def columns_of(regions: Iterable[Region], numbers: Iterable[int]) -> Rows:
+    """Returns the columns that describe regions, uint64 of shape (5, N): their starts, ends, devices, the numbers of
+    their registrations, and whether they are device memory.
+    """
+    rows = (
+        (each.address, each.address + each.nbytes, each.device, number, each.kind == VRAM)
+        for each, number in zip(regions, numbers, strict=True)
+    )
+    return np.fromiter(itertools.chain.from_iterable(rows), np.uint64).reshape(-1, 5).T
+
+
+def regions_of(columns: Rows, labels: Sequence[str]) -> list[Region]:
+    """Returns the regions that columns and labels describe."""
+    return [
+        Region(start, end - start, device, VRAM if is_vram else DRAM, label)
+        for start, end, device, _, is_vram, label in zip(*columns.tolist(), labels, strict=True)
+    ]
+
+
 def is_range(region: Region) -> bool:
     """Returns whether the range can be memory of a process."""
-    return end_of(region) < _END
+    return region.address + region.nbytes < END
 
 
 def is_unicode(text: str) -> bool:
@@ -75,93 +95,104 @@ class Regions:
     """
 
     def __init__(self) -> None:
-        self._counts: dict[Region, int] = {}
         self._numbers: dict[Region, int] = {}
-        # The starts, ends, devices and numbers of the regions, and whether they are device memory, by ascending start.
-        self._columns: Rows = np.empty((5, 0), np.uint64)
+        self._again: dict[Region, int] = {}  # how often regions are registered beyond the first time
+        self._columns: Rows = columns_of((), ())  # by ascending start
         self._sorted: NDArray[np.object_] = np.empty(0, object)  # the regions of `_columns`
         self._new: dict[Region, None] = {}  # the regions that `_columns` lacks
         self._dropped: list[int] = []  # numbers that `_columns` may still have
         self._views: dict[tuple[str, int | None], View] = {}
 
     def __contains__(self, region: Region) -> bool:
-        return region in self._counts
-
-    def __len__(self) -> int:
-        return sum(self._counts.values())
+        return region in self._numbers
 
     @property
     def all(self) -> list[Region]:
         """The regions, in the order of their first registrations, each as often as it is registered."""
-        return [region for region, count in self._counts.items() for _ in range(count)]
+        if not self._again:
+            return list(self._numbers)
+        return [region for region in self._numbers for _ in range(self._again.get(region, 0) + 1)]
 
     def number(self, region: Region) -> int:
         """Returns the number of a region's registration; 0 if the region is absent."""
         return self._numbers.get(region, 0)
 
-    def add(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
+    def columns(self, without: Iterable[Region] = ()) -> tuple[Rows, list[Region]]:
+        """Returns the columns (`columns_of`) of the regions except those in `without`, and these regions, both in the
+        order of registration.
+        """
+        self._sort()
+        numbers = np.array([self.number(region) for region in without], np.uint64)
+        order = self._columns[3].argsort(kind="stable")
+        chosen = order[~np.isin(self._columns[3][order], numbers)]
+        return self._columns[:, chosen], self._sorted[chosen].tolist()
+
+    def add(self, regions: Sequence[Region], numbers: Mapping[Region, int]) -> None:
         """Adds regions, with the numbers of their registrations. A region that was added *n* times must be removed *n*
         times."""
-        for region, number in zip(regions, numbers, strict=True):
-            self._counts[region] = self._counts.get(region, 0) + 1
-            self._renumber(region, number)
-
-    def know(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
-        """Adds regions of another agent. If a region is known, keeps the later registration's number, because metadata
-        may arrive out of order.
-        """
-        for region, number in zip(regions, numbers, strict=True):
-            self._counts[region] = 1
-            self._renumber(region, max(number, self.number(region)))
-
-    def _renumber(self, region: Region, number: int) -> None:
-        before = self.number(region)
-        if number != before:
-            self._numbers[region] = number
-            self._new[region] = None
-            if before:
-                self._dropped.append(before)
-
-    def remove(self, regions: Iterable[Region]) -> list[Region] | None:
-        """Removes one registration of each region, and returns the regions that have none left. If a region is absent,
-        removes nothing and returns None.
-        """
-        counts: dict[Region, int] = {}
         for region in regions:
-            counts[region] = counts.get(region, 0) + 1
-            if counts[region] > self._counts.get(region, 0):
+            before, number = self._numbers.get(region, 0), numbers[region]
+            if before:
+                self._again[region] = self._again.get(region, 0) + 1
+            if number != before:
+                self._numbers[region] = number
+                self._new[region] = None
+                if before:
+                    self._dropped.append(before)
+
+    def know(self, regions: Sequence[Region], columns: Rows) -> None:
+        """Adds regions of another agent, which must be different, with their columns. A known region's later
+        registration replaces the known one.
+        """
+        self._sort()
+        self._dropped += filter(None, map(self.number, regions))
+        self._numbers.update(zip(regions, columns[3].tolist(), strict=True))
+        self._merge(regions, columns)
+
+    def remove(self, regions: Iterable[Region]) -> dict[Region, int] | None:
+        """Removes one registration of each region, and returns the regions that have none left, with their numbers. If
+        a region is absent, removes nothing and returns None.
+        """
+        again: dict[Region, int] = {}
+        for region in regions:
+            again[region] = left = again.get(region, self._again.get(region, 0)) - 1
+            if left < -1 or region not in self._numbers:
                 return None
-        for region, count in counts.items():
-            self._counts[region] -= count
-        gone = [region for region in counts if not self._counts[region]]
+        gone = {region: self._numbers[region] for region, left in again.items() if left < 0}
+        for region, left in again.items() if self._again else ():
+            if left > 0:
+                self._again[region] = left
+            else:
+                self._again.pop(region, None)
         self.forget(gone)
         return gone
 
-    def forget(self, regions: Sequence[Region]) -> None:
-        """Removes all registrations of the given regions, which must be present."""
+    def forget(self, regions: Iterable[Region]) -> None:
+        """Removes the given regions, which must be present and registered once."""
         for region in regions:
-            del self._counts[region]
             self._dropped.append(self._numbers.pop(region))
             self._new.pop(region, None)
 
     def _sort(self) -> None:
         """Applies the changes to the sorted regions."""
+        if self._new or self._dropped:
+            self._merge(list(self._new), columns_of(self._new, map(self._numbers.__getitem__, self._new)))
+            self._new = {}
+
+    def _merge(self, regions: Sequence[Region], columns: Rows) -> None:
+        """Drops the regions of the numbers in `_dropped`, and then adds regions."""
         if self._dropped:
             dropped, numbers = np.array(sorted(self._dropped), np.uint64), self._columns[3]
             # Compares each number with the greatest dropped number up to it. If there is none, the index is -1.
             (left,) = (dropped[dropped.searchsorted(numbers, "right") - 1] != numbers).nonzero()
             self._columns, self._sorted = self._columns.take(left, axis=1), self._sorted[left]
-        if self._new:
-            new = np.empty(len(self._new), object)
-            new[:] = sorted(self._new, key=_start)
-            rows = [(each.address, end_of(each), each.device, self._numbers[each], each.kind == VRAM) for each in new]
-            added = np.array(rows, np.uint64).T
-            places = np.searchsorted(self._columns[0], added[0])
-            self._columns = np.insert(self._columns, places, added, axis=1)
-            self._sorted = np.insert(self._sorted, places, new)
-        if self._new or self._dropped:
-            self._new, self._dropped = {}, []
-            self._views.clear()
+        added = np.empty(len(regions), object)
+        added[:] = regions
+        merged = np.concatenate((self._columns, columns), axis=1)
+        order = merged[0].argsort(kind="stable")
+        self._columns, self._sorted = merged.take(order, axis=1), np.concatenate((self._sorted, added))[order]
+        self._dropped = []
+        self._views.clear()
 
     def view(self, kind: str = DRAM, device: int | None = None) -> View:
         """Returns a snapshot of the regions of one kind, for `device` or, if that is None, for all devices."""
@@ -176,17 +207,15 @@ class Regions:
             self._views[kind, device] = view
         return view
 
-    def overlapping(self, others: Iterable[Region]) -> set[Region]:
-        """Returns the regions, of any kind, that overlap any of `others`."""
-        chosen = sorted((other for other in others if other.nbytes), key=_start)
-        found: set[Region] = set()
-        if chosen:
-            starts = np.array([other.address for other in chosen], np.uint64)
-            ends = np.maximum.accumulate(np.array([end_of(other) for other in chosen], np.uint64))
-            self._sort()
-            at = np.searchsorted(starts, self._columns[1]) - 1  # the last in `chosen` that starts before each end
-            found = set(self._sorted[(at >= 0) & (ends[at] > self._columns[0])])
-        return found
+    def overlapping(self, columns: Rows) -> set[Region]:
+        """Returns the regions, of any kind, that overlap any of those with the given columns."""
+        self._sort()
+        others = columns[:2, columns[0] < columns[1]]
+        starts, ends = others[:, others[0].argsort(kind="stable")]
+        if not len(starts):
+            return set()
+        at = np.searchsorted(starts, self._columns[1]) - 1  # the last in `starts` that is before each end
+        return set(self._sorted[(at >= 0) & (np.maximum.accumulate(ends)[at] > self._columns[0])])
 
     def ended(self, words: Rows) -> list[Region]:
         """Returns the regions that their ledger's words (`Ledger.words`) show to be deregistered."""
@@ -250,7 +279,3 @@ def outermost(ends: Rows) -> NDArray[np.bool_]:
 def end_of(region: Region) -> int:
     """Returns the address after the last byte of a region."""
     return region.address + region.nbytes
-
-
-def _start(region: Region) -> int:
-    return region.address

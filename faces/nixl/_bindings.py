@@ -153,13 +153,12 @@ class nixlAgent:
             raise nixlNotFoundError("no backend was created")
         if descs.getType() not in (nixl_mem_t.DRAM_SEG, nixl_mem_t.VRAM_SEG):
             raise nixlBackendError(f"ProxyCCL moves DRAM and VRAM, not {descs.getType().name}")
-        with in_nixls_words():
-            try:
-                self._agent.register_regions(regions)
-            except (ArgumentError, RuntimeUnavailableError) as error:
-                if descs.getType() == nixl_mem_t.DRAM_SEG:
-                    raise
+        try:
+            self._agent.register_regions(regions)
+        except ProxyCCLError as error:
+            if descs.getType() == nixl_mem_t.VRAM_SEG and isinstance(error, ArgumentError | RuntimeUnavailableError):
                 raise nixlBackendError(str(error)) from error
+            raise in_nixl(error) from error
         return nixl_status_t.NIXL_SUCCESS
 
     def deregisterMem(self, descs: nixlRegDList, backends: Sequence[int] = ()) -> nixl_status_t:

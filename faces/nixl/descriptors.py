@@ -42,7 +42,8 @@ class _DescList:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, type: nixl_mem_t, descs: Any = None, init_size: int = 0) -> None:
-        self._type = nixl_mem_t(type)
+        self._type = type if isinstance(type, nixl_mem_t) else nixl_mem_t(type)
+        self._notes = []
         if isinstance(descs, np.ndarray):
             self.rows = _checked_array(descs, 3).astype(np.uint64)
         elif isinstance(descs, list):
@@ -51,12 +52,13 @@ class _DescList:
                     raise TypeError("Each descriptor must be a tuple when provided as a list")
                 if len(desc) != self._fields:
                     raise ValueError(f"Each descriptor tuple must have exactly {self._fields} elements")
-            self.rows = np.array([desc[:3] for desc in descs], np.uint64).reshape(-1, 3)
+            self.rows = np.array([desc[:3] for desc in descs] or np.empty((0, 3)), np.uint64)
+            if self._fields == 4:
+                self._notes = [bytes_of(desc[3]) for desc in descs]
         else:
             self.rows = np.zeros((int(descs or init_size), 3), np.uint64)
-        self._notes = [b""] * len(self.rows) * (self._fields == 4)
-        if isinstance(descs, list) and self._notes:
-            self._notes = [bytes_of(desc[3]) for desc in descs]
+        if len(self._notes) < len(self.rows) and self._fields == 4:
+            self._notes = [b""] * len(self.rows)
 
     def getType(self) -> nixl_mem_t:
         return self._type

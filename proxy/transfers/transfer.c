@@ -50,14 +50,17 @@ void proxyccl_ledger_begin(ProxycclLedger *ledger, const uint64_t *numbers, uint
     __atomic_store_n(&ledger->words[numbers[i] % PROXYCCL_LEDGER_WORDS], numbers[i], __ATOMIC_RELEASE);
 }
 
-void proxyccl_ledger_end(ProxycclLedger *ledger, uint64_t number, int freed) {
-  uint64_t *word = &ledger->words[number % PROXYCCL_LEDGER_WORDS], before = number;
-  if (!__atomic_compare_exchange_n(word, &before, freed ? ~number : 0, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {
-    if (freed || before != ~number) return;
-    __atomic_store_n(word, 0, __ATOMIC_RELEASE);
+void proxyccl_ledger_end(ProxycclLedger *ledger, const uint64_t *numbers, uint64_t count, int freed) {
+  for (uint64_t i = 0; i < count; ++i) {
+    const uint64_t number = numbers[i];
+    uint64_t *word = &ledger->words[number % PROXYCCL_LEDGER_WORDS], before = number;
+    if (!__atomic_compare_exchange_n(word, &before, freed ? ~number : 0, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {
+      if (freed || before != ~number) continue;
+      __atomic_store_n(word, 0, __ATOMIC_RELEASE);
+    }
+    /* Release: a reader of the count also sees the word above. */
+    __atomic_add_fetch(&ledger->words[0], 1, __ATOMIC_RELEASE);
   }
-  __atomic_add_fetch(&ledger->words[0], 1,
-                     __ATOMIC_RELEASE); /* release: a reader of the count also sees the word above */
 }
 
 uint64_t proxyccl_ledger_count(const ProxycclLedger *ledger) {

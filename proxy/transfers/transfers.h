@@ -173,8 +173,8 @@ typedef struct ProxycclLedger {
   uint32_t active[PROXYCCL_LEDGER_PLACES][PROXYCCL_LEDGER_COUNTS];
 } ProxycclLedger;
 void proxyccl_ledger_begin(ProxycclLedger *ledger, const uint64_t *numbers, uint64_t count);
-/* Ends a registration, unless it has ended already. `freed`: whether the memory is no longer mapped. Thread-safe. */
-void proxyccl_ledger_end(ProxycclLedger *ledger, uint64_t number, int freed);
+/* Ends registrations that have not ended yet. `freed`: whether the memory is no longer mapped. Thread-safe. */
+void proxyccl_ledger_end(ProxycclLedger *ledger, const uint64_t *numbers, uint64_t count, int freed);
 uint64_t proxyccl_ledger_count(const ProxycclLedger *ledger);
 /* A granted block has a number and a word like a registration. The word is n until the owner revokes the block, ~n
  * while the owner waits for active transfers, and then 0. The next function sets the words to ~n or, if `ends` is not

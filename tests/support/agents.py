@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from proxyccl.channels.transfers.device_memory import Share
+from proxyccl.channels.transfers.metadata import METADATA, Metadata
+from proxyccl.channels.transfers.regions import Region, columns_of
 from proxyccl.transfer import Agent
 
 PATHS = ("process_vm", "unix", "tcp")
@@ -198,3 +201,9 @@ def serve_memory(connection: socket.socket, nbytes: int = 4 << 20, value: int = 
             os._exit(0)
         connection.send(b"done")
     os._exit(0)  # skips clean-up, because an agent whose memory is freed first would report a bad address
+
+
+def metadata_of(agent: Agent, region: Region, number: int, *shares: Share) -> bytes:
+    """Returns metadata without addresses, in which an agent has registered one region, with this number."""
+    rows = columns_of([region], [number]).tobytes()
+    return METADATA.encode(Metadata("proxyccl-agent-3", agent.name, agent._token, None, rows, [], list(shares), []))

@@ -16,7 +16,6 @@ from msgspec import structs
 from nixl._api import nixl_agent
 
 from proxyccl.channels.transfers import copier
-from proxyccl.channels.transfers.metadata import METADATA, Metadata
 from proxyccl.channels.transfers.published import find_agents
 from proxyccl.channels.transfers.regions import VRAM, Region
 from proxyccl.channels.transfers.tracing import AgentTracer
@@ -34,7 +33,7 @@ from proxyccl.transfer import (
     TransferTimeoutError,
     strided,
 )
-from support.agents import PATHS, force_path
+from support.agents import PATHS, force_path, metadata_of
 from support.devices import RUNTIME, rank_runtime
 from support.paths import PROGRAMS, TESTS
 from support.stream_words import wait_value, write_value
@@ -341,17 +340,13 @@ def test_memory_at_an_address_where_other_memory_was(pair: OnDevices) -> None:
     number = 0
     for value, nbytes in ((1, NBYTES), (2, NBYTES), (3, NBYTES // 2)):
         if number:
-            pair.b._ledger.end(number)
+            pair.b._ledger.end([number])
         (number,) = pair.b._ledger.begin(1)
         array = array_of(1)
         array.fill(value)
         exported = pair.b._devices.share(Region(array.ptr, nbytes, array.runtime.device, VRAM), array.runtime)
         share = structs.replace(exported, region=structs.replace(exported.region, address=at))
-        pair.a.add(
-            METADATA.encode(
-                Metadata("proxyccl-agent-2", "b", pair.b._token, None, [share.region], [number], [share], [])
-            )
-        )
+        pair.a.add(metadata_of(pair.b, share.region, number, share))
         pair.a.read("b", [(here, at, nbytes)]).wait()
         assert (pair.hosts[0][:nbytes] == value).all()
     with pytest.raises(NotRegisteredError):

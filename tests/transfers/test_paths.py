@@ -97,8 +97,8 @@ def test_an_address_that_does_not_answer_takes_no_time_of_the_next(
         assert known.place is not None
         place = msgspec.structs.replace(known.place, addresses=[full.getsockname(), *known.place.addresses])
         pair.a.remove("b")
-        regions = known.regions, known.registrations, known.shares, known.keys
-        pair.a.add(METADATA.encode(Metadata("proxyccl-agent-2", "b", known.token, place, *regions)))
+        regions = known.rows, known.labels, known.shares, known.keys
+        pair.a.add(METADATA.encode(Metadata("proxyccl-agent-3", "b", known.token, place, *regions)))
         assert pair.a.connect("b").name == "tcp"
 
 

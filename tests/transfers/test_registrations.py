@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gc
 import json
 import socket
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from proxyccl.channels.transfers import agent as agent_module
 from proxyccl.channels.transfers import ledger
+from proxyccl.channels.transfers.metadata import METADATA
 from proxyccl.channels.transfers.regions import Regions
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.transfer import (
@@ -247,23 +249,35 @@ def test_metadata_of_a_former_agent_do_not_extend_the_later_one() -> None:
                 a.connect("b")
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"address": 2**64 - 10, "nbytes": 100}, "not a range"),
-        ({"address": 2**64 - 1, "nbytes": 2**64 - 1}, "not a range"),
-        ({"address": 2**63, "nbytes": 1}, "not a range"),
-    ],
-)
-def test_metadata_with_memory_that_no_process_has(pair: Pair, changed: dict[str, int], message: str) -> None:
-    good = json.loads(pair.b.metadata())
-    good["regions"][0].update(changed)
+def test_metadata_with_memory_that_no_process_has(pair: Pair) -> None:
+    metadata = pair.b.metadata()
+    known = METADATA.decode(metadata, "b")
     pair.a.remove("b")
-    with pytest.raises(MetadataError, match=message):
-        pair.a.add(json.dumps(good).encode())
+
+    def is_refused(message: str, **changed: object) -> None:
+        with pytest.raises(MetadataError, match=message):
+            pair.a.add(json.dumps({**json.loads(metadata), **changed}).encode())
+
+    wrong = {"start": (0, 2**64 - 10), "end": (1, 2**63), "number": (3, 0), "kind": (4, 2)}
+    for column, value in wrong.values():
+        columns = known.columns.copy()
+        columns[column, -1] = value
+        last = columns.shape[1] - 1
+        is_refused(f"row {last} is not", rows=base64.b64encode(columns.tobytes()).decode())
+    is_refused("not a multiple", rows=base64.b64encode(known.rows[:-8]).decode())
+    is_refused("1 labels", labels=["x"])
     assert pair.a.peers == []
     with pytest.raises(ArgumentError, match=r"metadata: must be bytes, not str"):
-        pair.a.add(pair.b.metadata().decode())  # type: ignore[arg-type]
+        pair.a.add(metadata.decode())  # type: ignore[arg-type]
+
+
+def test_a_region_that_metadata_lists_twice_is_known_once(pair: Pair) -> None:
+    fields = json.loads(pair.b.metadata(pair.b.regions, place=False))
+    columns = METADATA.decode(json.dumps(fields).encode(), "b").columns
+    later = columns + np.array([[0], [0], [0], [1 << 20], [0]], np.uint64)
+    fields["rows"] = base64.b64encode(np.hstack((columns, later)).tobytes()).decode()
+    pair.a.add(json.dumps(fields).encode())
+    assert pair.a.regions_of("b") == pair.b.regions
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from msgspec import structs
 
 from proxyccl.channels.transfers import host_memory
-from proxyccl.channels.transfers.metadata import METADATA, Metadata
 from proxyccl.channels.transfers.regions import Region
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.memory.shared_memory import find_range
 from proxyccl.transfer import Agent, DisconnectedError, NotRegisteredError, shared_empty, strided
-from support.agents import Child, child, force_path
+from support.agents import Child, child, force_path, metadata_of
 
 NBYTES = 4 << 20
 
@@ -151,16 +150,13 @@ def test_memory_at_an_address_where_other_memory_was() -> None:
         for value, nbytes in ((1, 2000), (2, 2000), (3, 1000)):
             memory = shared_empty(2000)
             memory[:] = value
-            (share,) = host_memory.shares_of(host_memory.mapped_memory([Region(memory.ctypes.data, nbytes)]))
-            share = structs.replace(share, region=Region(at, nbytes))
+            found = find_range(memory.ctypes.data, nbytes)
+            assert found is not None
+            share = host_memory.share_of(Region(at, nbytes), found)
             if number:
-                b._ledger.end(number)
+                b._ledger.end([number])
             (number,) = b._ledger.begin(1)
-            a.add(
-                METADATA.encode(
-                    Metadata("proxyccl-agent-2", "b", b._token, None, [share.region], [number], [share], [])
-                )
-            )
+            a.add(metadata_of(b, share.region, number, share))
             transfers.append(a.read("b", [(here, at, nbytes)]))
             transfers[-1].wait()
             assert (ours[:nbytes] == value).all()
@@ -170,15 +166,11 @@ def test_memory_at_an_address_where_other_memory_was() -> None:
                 transfer.start().wait()
         assert not ours.any()
         a.add(
-            METADATA.encode(
-                Metadata("proxyccl-agent-2", "b", b._token, None, [Region(at + 500, 0)], b._ledger.begin(1), [], [])
-            )
+            metadata_of(b, Region(at + 500, 0), *b._ledger.begin(1))
         )  # an empty region inside another region does not affect transfers of the outer region
         assert a.prepare("read", "b", [(here, at, 1000)]).path.name == "shared_memory"
         a.add(
-            METADATA.encode(
-                Metadata("proxyccl-agent-2", "b", b._token, None, [Region(at, 500)], b._ledger.begin(1), [], [])
-            )
+            metadata_of(b, Region(at, 500), *b._ledger.begin(1))
         )  # the new region is not memory that ProxyCCL allocated
         assert a.prepare("read", "b", [(here, at, 500)]).path.name == "process_vm"
 
