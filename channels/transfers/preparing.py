@@ -189,20 +189,30 @@ class Preparer(Struct, eq=False):
         return known.keep(self._made(pair, handle, path, sides(pair.rows, pair.apart), kept=requests))
 
     def _staged_by_fabric(self, pair: Pair, reason: str) -> Transfer | str:
-        """The path by libfabric with staging: each side copies between its device and pinned memory, and the peer's
-        adapter copies between the two sides' pinned memory."""
+        """The path by libfabric with staging: each side copies between its device and pinned memory. If both sides
+        have pinned memory, the peer's adapter copies between the two; if the peer's blocks are in host memory, this
+        agent's adapter copies between these blocks and its pinned memory."""
         fabric, known = self._fabric, pair.known
-        if fabric is None or known is None or known.number is None or not pair.is_apart or pair.kinds[1] != VRAM:
+        if fabric is None or known is None or known.number is None or not pair.is_apart or not pair.of_devices:
             return ""
         if pair.kinds[0] == VRAM:
             copier, pair = self._mapped_here(pair)
         else:
             copier = self._devices.copier(0, "host")  # the CPU copies to and from the stages
+        keys = None
+        if pair.kinds[1] == DRAM:
+            _, remote = sides(pair.rows, pair.apart)
+            found = known.keys.find(remote[:, 0], remote[:, 1])
+            if found is None:
+                return ""
+            keys = np.column_stack(found)
         self.warn_once("stages memory of devices through pinned memory", reason)
         path = staged_path(Path(fabric_path(fabric.provider)), pair.kinds, reason)
         staging, staged = copier.staging(fabric.stages)
         create = lib.proxyccl_transfer_create_staged
-        return known.keep(self._of_blocks(pair, path, create, staging, 1, copier=copier, kept=staged))
+        words = ffi.NULL if keys is None else ffi.cast("uint64_t *", keys.ctypes.data)
+        options = staging, keys is None, words, known.number
+        return known.keep(self._of_blocks(pair, path, create, *options, copier=copier, kept=(staged, keys)))
 
     def _by_kernel(self, pair: Pair, reason: str) -> Transfer | str:
         """The paths "process_vm", where the kernel copies between processes, and "self", where the CPU copies within
@@ -289,7 +299,7 @@ class Preparer(Struct, eq=False):
         copier, pair = self._mapped_here(pair)
         staging, staged = copier.staging()
         create = lib.proxyccl_transfer_create_staged
-        return self._of_blocks(pair, path, create, staging, 0, copier=copier, kept=staged)
+        return self._of_blocks(pair, path, create, staging, 0, ffi.NULL, 0, copier=copier, kept=staged)
 
     def _local_copier(self, pair: Pair) -> Copier:
         return self._devices.of(self._reached.share(pair.holders[0][0]))

@@ -1,8 +1,9 @@
-/* Transfers between a device and a link, through stages.
+/* Transfers between a device and a peer, through stages.
  *
- * Each stage holds one part of the data at a time, which is sent in one frame. For a write, the device fills the stage
- * and the link sends the stage's data; for a read, the link fills the stage and the device copies the data out. The
- * stages are independent, so the device copies one part while the link sends or receives another.
+ * Each stage holds one part of the data at a time. For a write, the device fills the stage, and then the data moves to
+ * the peer; for a read, the data moves from the peer into the stage, and then the device copies it out. The data moves
+ * in one frame of the link or, if the peer's blocks are registered with libfabric, by libfabric's requests. The stages
+ * are independent, so the device copies one part while another one moves.
  */
 #include <errno.h>
 
@@ -11,7 +12,7 @@
 typedef enum PartState {
   PART_IDLE,
   PART_COPYING, /* the device copies to or from the stage */
-  PART_MOVING,  /* the link sends or receives the stage's data */
+  PART_MOVING,  /* the stage's data moves to or from the peer */
   PART_MOVED
 } PartState;
 
@@ -22,12 +23,16 @@ typedef struct Part {
   Origin origin;   /* the stage's address and key for libfabric */
   struct iovec stage, local[FRAME_BLOCKS], remote[FRAME_BLOCKS];
   uint32_t blocks;
+  Rdma rdma;      /* the part's libfabric requests, if the transfer has `keys` */
+  uint64_t *rows; /* a row of `rdma` for each block */
 } Part;
 
 typedef struct StagedTransfer {
-  ProxycclTransfer base; /* `base.request` is never started; it records the first refusal of a part's request */
+  ProxycclTransfer base; /* `base.request` records the first refusal of a part's request, and asks about faults */
   const ProxycclStaging *staging;
+  const uint64_t *keys; /* see proxyccl_transfer_create_staged */
   Part parts[PROXYCCL_STAGES];
+  uint64_t rows[]; /* of all parts, if the transfer has `keys` */
 } StagedTransfer;
 
 static void copy_part(StagedTransfer *self, uint32_t i) {
@@ -53,8 +58,25 @@ static int is_copied(StagedTransfer *self, uint32_t i) {
 
 static void move_part(StagedTransfer *self, Part *part) {
   part->state = PART_MOVING;
+  if (self->keys != NULL) {
+    rdma_start(self->base.agent, &part->rdma, part->stage.iov_len);
+    return;
+  }
   part->request.count = part->blocks;
   link_start(self->base.link, &part->request, part->stage.iov_len, NULL);
+}
+
+/* Describes the libfabric requests of a part, which starts in the block `index`. */
+static void fill_rows(StagedTransfer *self, Part *part, uint64_t index) {
+  uint64_t at = (uintptr_t)part->stage.iov_base;
+  for (uint32_t i = 0; i < part->blocks; ++i, ++index) {
+    const struct iovec *block = &part->remote[i];
+    const uint64_t address = (uintptr_t)block->iov_base, *key = self->keys + 2 * index;
+    const uint64_t offset = address - (uintptr_t)self->base.request.remote[index].iov_base;
+    const uint64_t row[ROW] = {at, key[0] + offset, block->iov_len, self->staging->descriptor, key[1], address};
+    memcpy(part->rows + (size_t)ROW * i, row, sizeof row);
+    at += block->iov_len;
+  }
 }
 
 /* Assigns the next blocks to a part. */
@@ -65,6 +87,7 @@ static void fill_part(StagedTransfer *self, Part *part) {
   part->stage.iov_len =
       blocks_parts(all->local, all->count, at, PROXYCCL_STAGE_BYTES, FRAME_BLOCKS, part->local, &part->blocks);
   blocks_parts(all->remote, all->count, at, PROXYCCL_STAGE_BYTES, FRAME_BLOCKS, part->remote, &same);
+  if (self->keys != NULL) fill_rows(self, part, at.index);
   blocks_advance(all->local, &all->at, part->stage.iov_len);
   all->left -= part->stage.iov_len;
 }
@@ -108,10 +131,13 @@ static int step(StagedTransfer *self, uint32_t i) {
 }
 
 static void end(StagedTransfer *self) {
-  if (self->base.error != 0) {
-    transfer_end(&self->base, PROXYCCL_TRANSFER_FAILED);
-  } else {
-    transfer_answered(&self->base.request);
+  ProxycclTransfer *transfer = &self->base;
+  if (transfer->error == 0) {
+    transfer_answered(&transfer->request);
+  } else if (self->keys == NULL || transfer->error < 0 || transfer->abandoned || fabric_failed(transfer->agent)) {
+    transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
+  } else { /* a libfabric request failed: asks the peer whether its memory is mapped, as fabric_path.c does */
+    link_start(transfer->link, &transfer->request, 0, &transfer->fault);
   }
 }
 
@@ -153,17 +179,29 @@ static void part_moved(Request *request) {
   transfer_watch(transfer);
 }
 
+static void part_carried(Rdma *rdma) {
+  Part *part = (Part *)((char *)rdma - offsetof(Part, rdma));
+  ProxycclTransfer *transfer = part->request.transfer;
+  if (rdma->error != 0 && transfer->error == 0) {
+    transfer->error = rdma->error;
+    transfer->fault.address = rdma->fault;
+  }
+  part_moved(&part->request);
+}
+
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
   StagedTransfer *self = (StagedTransfer *)transfer;
   (void)stream;
   transfer->request.at = (Position){0, 0};
   transfer->request.left = transfer->bytes;
   transfer->request.refusal = 0;
+  transfer->request.asks = 0;
   look(transfer);
 }
 
 static void help(ProxycclTransfer *transfer) {
   link_help(transfer->link);
+  if (((StagedTransfer *)transfer)->keys != NULL) fabric_poll(transfer->agent);
   look(transfer);
 }
 
@@ -177,7 +215,10 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   link_wake(transfer->link);
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
     Part *part = &self->parts[i];
-    if (part->state == PART_MOVING && (part->request.node.queued || part->request.origin == NULL)) {
+    if (part->state == PART_MOVING && self->keys != NULL) {
+      rdma_drop(agent, &part->rdma);
+      if (part->rdma.unanswered == 0) part->state = PART_MOVED;
+    } else if (part->state == PART_MOVING && (part->request.node.queued || part->request.origin == NULL)) {
       link_forget(transfer->link, &part->request);
       part->state = PART_MOVED;
     }
@@ -199,11 +240,14 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
 
 ProxycclTransfer *proxyccl_transfer_create_staged(ProxycclAgent *agent, ProxycclLink *link,
                                                   const ProxycclBlocks *blocks, const ProxycclStaging *staging,
-                                                  int by_fabric) {
+                                                  int by_fabric, const uint64_t *keys, uint64_t peer) {
   static const TransferPath path = {.begin = begin, .look = look, .help = help, .finish = finish, .soon = 1};
-  StagedTransfer *self = (StagedTransfer *)transfer_of_blocks(agent, link, sizeof *self, &path, blocks);
+  const size_t row_words = keys == NULL ? 0 : (size_t)FRAME_BLOCKS * ROW;
+  const size_t bytes = sizeof(StagedTransfer) + PROXYCCL_STAGES * row_words * sizeof(uint64_t);
+  StagedTransfer *self = (StagedTransfer *)transfer_of_blocks(agent, link, bytes, &path, blocks);
   if (self == NULL) return NULL;
   self->staging = staging;
+  self->keys = keys;
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
     Part *part = &self->parts[i];
     part->request = (Request){.transfer = &self->base,
@@ -214,6 +258,9 @@ ProxycclTransfer *proxyccl_transfer_create_staged(ProxycclAgent *agent, Proxyccl
                               .ended = part_moved};
     part->stage.iov_base = (void *)(uintptr_t)staging->memory[i];
     part->origin = (Origin){staging->base + i * (uint64_t)PROXYCCL_STAGE_BYTES, staging->key};
+    part->rows = self->rows + i * row_words;
+    part->rdma =
+        (Rdma){.link = link, .writes = blocks->writes, .rows = part->rows, .peer = peer, .ended = part_carried};
   }
   return &self->base;
 }

@@ -210,9 +210,9 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) link_lose(link, "the agent was closed");
   while (agent->copies.first != NULL)
     transfer_cancel((ProxycclTransfer *)agent->copies.first, 0); /* transfers within the agent have no link */
+  fabric_stop(agent); /* before the next line, because staged transfers wait for the end of their requests there */
   while (agent->looked_at.first != NULL) transfer_cancel((ProxycclTransfer *)agent->looked_at.first, 0);
   stages_finish(agent);
-  fabric_stop(agent);
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) --link->references;
   agent->log = NULL; /* stops recording, because the log's memory is freed with the agent's handle */
   reap(agent);

@@ -232,12 +232,14 @@ ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *l
 /* Creates a transfer through the link's socket. */
 ProxycclTransfer *proxyccl_transfer_create_by_socket(ProxycclAgent *agent, ProxycclLink *link,
                                                      const ProxycclBlocks *blocks);
-/* Creates a transfer between a device and the link through `staging`, stages that only this transfer uses and that must
- * outlive the transfer. `by_fabric`: whether the peer's libfabric endpoint reads and writes the stages; otherwise the
- * socket carries their data. */
+/* Creates a transfer between a device and the peer through `staging`, stages that only this transfer uses and that must
+ * outlive the transfer. `by_fabric`: whether the peer's libfabric endpoint reads and writes the stages. `keys`: if this
+ * agent's endpoint reads and writes the peer's blocks, two words for each block, its address for libfabric and its key,
+ * which must outlive the transfer; otherwise NULL. `peer`: then the fi_addr_t of the peer's endpoint. With neither, the
+ * socket carries the data. */
 ProxycclTransfer *proxyccl_transfer_create_staged(ProxycclAgent *agent, ProxycclLink *link,
                                                   const ProxycclBlocks *blocks, const ProxycclStaging *staging,
-                                                  int by_fabric);
+                                                  int by_fabric, const uint64_t *keys, uint64_t peer);
 /* A libfabric endpoint, by which transfers read and write registered memory of peers. */
 typedef struct ProxycclFabricPort {
   uint64_t endpoint, queue, fabric, peers; /* fid_ep *, fid_cq *, fid_fabric *, fid_av * */

@@ -42,7 +42,7 @@ NBYTES = 3 << 20
 KINDS = [("device", "device"), ("device", "host"), ("host", "device")]
 STAGED = {
     ("device", "device"): "copy engine, fabric (tcp;ofi_rxm) and copy engine, staged",
-    ("device", "host"): "copy engine and tcp, staged",
+    ("device", "host"): "copy engine and fabric (tcp;ofi_rxm), staged",
     ("host", "device"): "fabric (tcp;ofi_rxm) and copy engine, staged",
 }
 
@@ -154,10 +154,11 @@ def test_memory_that_the_adapter_does_not_reach_is_staged(operation: str, kinds:
 
 
 @pytest.mark.usefixtures("unreached")
-def test_staged_transfers_that_end_otherwise() -> None:
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_staged_transfers_that_end_otherwise(kind: str) -> None:
     """Staged transfers may be canceled, run concurrently or be refused. A warning says why transfers are staged."""
     two = TwoHosts()
-    near, far = two.regions["device"][0], two.regions["device"][1]
+    near, far = two.regions["device"][0], two.regions[kind][1]
     with pytest.warns(RuntimeWarning, match="through pinned memory: .* does not reach memory of"):
         transfers = [two.a.prepare("read", "b", [(near.address, far.address, NBYTES)]) for _ in range(3)]
     writing = two.a.prepare("write", "b", [(near.address, far.address, NBYTES)])
@@ -168,7 +169,7 @@ def test_staged_transfers_that_end_otherwise() -> None:
             transfer.cancel()
             assert transfer.state in (State.CANCELED, State.DONE)
         transfers[0].wait()
-        np.testing.assert_array_equal(two.numpy("device", 0), two.numpy("device", 1))
+        np.testing.assert_array_equal(two.numpy("device", 0), two.numpy(kind, 1))
         writing.start()
         writing.cancel()
         assert writing.state in (State.CANCELED, State.DONE)
@@ -190,7 +191,8 @@ def test_staged_transfers_that_end_otherwise() -> None:
 @pytest.mark.usefixtures("unreached")
 @pytest.mark.filterwarnings("ignore:agent .* stages memory of devices through:RuntimeWarning")
 @pytest.mark.parametrize("operation", ["read", "write"])
-def test_a_peer_that_stops_and_is_killed(operation: str) -> None:
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_a_peer_that_stops_and_is_killed(kind: str, operation: str) -> None:
     """A stopped peer may still move staged data, so cancel() raises an error until the peer is killed."""
     two = TwoHosts()
     path = os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", "")))
@@ -200,10 +202,11 @@ def test_a_peer_that_stops_and_is_killed(operation: str) -> None:
         assert process.stdout is not None
         try:
             peer = two.a.add(bytes.fromhex(process.stdout.readline().decode()))
-            rows = [(two.regions["device"][0].address, two.a.regions_of(peer)[0].address, NBYTES)]
+            far = next(each for each in two.a.regions_of(peer) if (each.kind == "dram") == (kind == "host"))
+            rows = [(two.regions["device"][0].address, far.address, min(NBYTES, far.nbytes))]
             transfers = [two.a.prepare(operation, peer, rows) for _ in range(2)]
             for transfer in transfers:
-                assert transfer.path.name == STAGED["device", "device"]
+                assert transfer.path.name == STAGED["device", kind]
                 transfer.start().wait()
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED)
