@@ -524,18 +524,11 @@ class Agent:
                 if not columns[3].all():
                     raise NotRegisteredError("a region is not registered")
             labels = [region.label for region in once]
-            return METADATA.encode(
-                Metadata(
-                    "proxyccl-agent-3",
-                    self.name,
-                    self._token,
-                    self._place if place else None,
-                    columns.tobytes(),
-                    labels if any(labels) else [],
-                    self._reached.of(once),
-                    [] if self._fabric is None else self._fabric.keys(once),
-                )
-            )
+            table = columns.tobytes(), labels if any(labels) else []
+            keys = [] if self._fabric is None else self._fabric.keys(once)
+            told = self._place if place else None
+            said = Metadata("proxyccl-agent-3", self.name, self._token, told, *table, self._reached.of(once), keys)
+            return METADATA.encode(said)
 
     def add(self, metadata: bytes) -> str:
         """Adds another agent, or more regions of an agent that was added. Does not communicate.

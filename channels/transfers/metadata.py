@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Annotated, Literal
 
 import numpy as np
@@ -12,7 +11,7 @@ from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.channels.transfers.device_memory import Share
 from proxyccl.channels.transfers.errors import MetadataError
 from proxyccl.channels.transfers.fabric import Key
-from proxyccl.channels.transfers.regions import END, LONGEST_LABEL, Region, is_range, regions_of
+from proxyccl.channels.transfers.regions import END, LONGEST_LABEL, Region, regions_of
 from proxyccl.proxy._transfers import lib
 from proxyccl.proxy.codec import Codec, Message, Uint64
 
@@ -55,6 +54,7 @@ class Metadata(Message, frozen=True):
         rows, labels: the registered regions: the bytes of their columns (`columns_of`), and their labels; no labels if
             all are empty.
         shares, keys: the handles by which processes of the host map the regions, and the regions' libfabric keys.
+            Receivers ignore those of other regions.
     """
 
     format: Literal["proxyccl-agent-3"]
@@ -77,10 +77,6 @@ class Metadata(Message, frozen=True):
         wrong = (starts > ends) | (ends >= END) | (numbers - np.uint64(1) >= END - 1) | (are_vram > 1)
         if wrong.any():
             raise ValueError(f"rows: row {wrong.argmax()} is not a registered range of memory")
-        shared, named = ([each.region for each in self.shares], [each.region for each in self.keys])
-        for region in itertools.chain(shared, named):
-            if not is_range(region):
-                raise ValueError(f"regions: {region} is not a range of memory")
 
     @property
     def columns(self) -> Rows:

@@ -54,7 +54,7 @@ def require_valid(region: Region) -> None:
         raise ArgumentError(
             "label", f"must be a text of at most {LONGEST_LABEL} characters that UTF-8 has, not {region.label!r:.100}"
         )
-    if not is_range(region):
+    if region.address + region.nbytes >= END:
         raise ArgumentError("regions", f"{region} is not a range of memory")
 
 
@@ -75,11 +75,6 @@ def regions_of(columns: Rows, labels: Sequence[str]) -> list[Region]:
         Region(start, end - start, device, VRAM if is_vram else DRAM, label)
         for start, end, device, _, is_vram, label in zip(*columns.tolist(), labels, strict=True)
     ]
-
-
-def is_range(region: Region) -> bool:
-    """Returns whether the range can be memory of a process."""
-    return region.address + region.nbytes < END
 
 
 def is_unicode(text: str) -> bool:
@@ -109,8 +104,6 @@ class Regions:
     @property
     def all(self) -> list[Region]:
         """The regions, in the order of their first registrations, each as often as it is registered."""
-        if not self._again:
-            return list(self._numbers)
         return [region for region in self._numbers for _ in range(self._again.get(region, 0) + 1)]
 
     def number(self, region: Region) -> int:
