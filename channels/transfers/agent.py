@@ -648,9 +648,9 @@ class Agent:
             known = self._known(name)
             regions = self._regions(known)
             first = len(rows)
-            for device in np.unique(rows[:, 2]):
+            for device in set(rows[:, 2].tolist()):
                 chosen = np.flatnonzero(rows[:, 2] == device)
-                outside = regions.view(kind, int(device)).find_outside(rows[chosen, 0], rows[chosen, 1])
+                outside = regions.view(kind, device).find_outside(rows[chosen, 0], rows[chosen, 1])
                 if outside is not None:
                     first = min(first, int(chosen[outside]))
             return Side(name, known, kind, regions.view(kind)), None if first == len(rows) else first

@@ -442,7 +442,9 @@ def _required(descs: Any, kind: type[Any]) -> Any:
 
 def _regions_of(descs: nixlRegDList) -> list[Region]:
     kind = _KINDS[descs.getType()]
-    return [Region(address, nbytes, device, kind) for address, nbytes, device in descs.rows.tolist()]
+    return [
+        Region(address, nbytes, device, kind) for address, nbytes, device in zip(*descs.rows.T.tolist(), strict=True)
+    ]
 
 
 def _picked(prepared: _Prepared, indices: Any) -> NDArray[np.uint64]:

@@ -52,7 +52,8 @@ class _DescList:
                     raise TypeError("Each descriptor must be a tuple when provided as a list")
                 if len(desc) != self._fields:
                     raise ValueError(f"Each descriptor tuple must have exactly {self._fields} elements")
-            self.rows = np.array([desc[:3] for desc in descs] or np.empty((0, 3)), np.uint64)
+            numbers = [number for desc in descs for number in desc[:3]]
+            self.rows = np.array(numbers, np.uint64).reshape(-1, 3)
             if self._fields == 4:
                 self._notes = [bytes_of(desc[3]) for desc in descs]
         else:
