@@ -1,11 +1,6 @@
 /* Transfers by libfabric: one-sided reads and writes of the peer's memory. See transfers.h.
  */
-#include <time.h>
-
-#include "clock.h"
 #include "parts.h"
-
-enum { PAUSE_NS = 20000 }; /* ns that a canceling thread sleeps between two polls */
 
 typedef struct FabricTransfer {
   ProxycclTransfer base;
@@ -40,16 +35,12 @@ static void help(ProxycclTransfer *transfer) { fabric_poll(transfer->agent); }
 static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   FabricTransfer *self = (FabricTransfer *)transfer;
   ProxycclAgent *agent = transfer->agent;
-  const uint64_t deadline = now_ns() + timeout_ns;
-  const struct timespec pause = {0, PAUSE_NS};
+  const struct timespec deadline = agent_deadline(timeout_ns);
   rdma_drop(agent, &self->rdma);
-  for (fabric_poll(agent); self->rdma.unanswered > 0 && now_ns() < deadline; fabric_poll(agent)) {
-    ++transfer->copying; /* while `copying` is not 0, the transfer stays allocated */
-    pthread_mutex_unlock(&agent->lock);
-    nanosleep(&pause, NULL);
-    pthread_mutex_lock(&agent->lock);
-    --transfer->copying;
-  }
+  fabric_poll(agent);
+  ++transfer->copying; /* while `copying` is not 0, the transfer stays allocated */
+  while (self->rdma.unanswered > 0 && pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) == 0) {}
+  --transfer->copying;
   return self->rdma.unanswered == 0;
 }
 
