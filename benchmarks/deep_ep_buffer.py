@@ -6,7 +6,7 @@ tensor that the caller allocated, as an expert's result would be. Contenders:
 - Buffer: `proxyccl.deep_ep.Buffer` with outputs of the exact size, so the CPU waits for each dispatch's number of rows
 - Buffer, num_worst_tokens: the same class with outputs of a fixed size, so the CPU does not wait
 - new outputs: fixed sizes too, but rows are first received in the layer's memory and then copied to new tensors
-- NCCL: all_to_all_single there and back of as many bytes, without the time to pack and unpack rows
+- NCCL: two all_to_all_single of the same number of bytes, to the experts and back, without packing and unpacking rows
 
 A burst is ten pairs on one stream. If the CPU need not wait, a kernel blocks the stream until the CPU has issued the
 burst's calls. Events around the calls measure the GPU's time. If the CPU waits for a dispatch, the dispatch's time

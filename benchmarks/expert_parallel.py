@@ -79,7 +79,7 @@ class Routing:
 
 def contenders(job: Job, routing: Routing, layers: dict[str, EPAll2AllLayer], peer: str = "NCCL") -> list[Contender]:
     """Returns our contenders (for each layer a dispatch, a combine and both), then the contenders of torch's default
-    group, which moves the same bytes there and back.
+    group, which moves the same bytes to the experts and back.
     """
     stream, topk = job.handle, routing.expert_ids.shape[1]
     hidden, dtype = routing.tokens.shape[1], routing.tokens.dtype

@@ -91,7 +91,7 @@ class Bare:
 
 
 def compare(nbytes: int, rounds: int, bare: Callable[[int, int], float], ours: Callable[[int, int], float]) -> Fields:
-    """Measures the bare loop and the engine in turns. Returns the row."""
+    """Measures the bare loop and the engine alternately. Returns the row."""
     calibration = _CALIBRATION[nbytes]
     count = int(calibration * _RUN_SECONDS / bare(nbytes, calibration))
     count = min(max(calibration, count), _FIFO_SIZE)

@@ -1,4 +1,4 @@
-"""Times reads of granted blocks beside reads without a grant, in turns, between two processes of this host.
+"""Times reads of granted blocks and reads without a grant, alternately, between two processes of this host.
 
 python benchmarks/grants.py [--json FILE]
 """

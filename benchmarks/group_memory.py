@@ -47,7 +47,7 @@ class Steps:
             self._table.header()
 
     def take(self, comm: Communicator, step: str, action: Callable[[], object]) -> None:
-        """Makes a step, and adds what the device's free memory has shrunk by since `begin`."""
+        """Makes a step, and adds a row with the decrease of the device's free memory since `begin`."""
         MPI.COMM_WORLD.Barrier()
         start = time.perf_counter()
         action()

@@ -112,8 +112,8 @@ class HostJob(Job):
         x.view(np.uint8)[:] = 0xA5
 
     def peers(self, collective: str, count: int, dtype: str) -> list[Peer]:
-        """Returns, for each library, the reason why it can't be used. Between rehearsed nodes, returns gloo if torch is
-        installed.
+        """Returns gloo between rehearsed nodes if torch is installed. Otherwise returns the libraries without calls,
+        each with the reason why it is not measured.
         """
         if self.nodes is not None and importlib.util.find_spec("torch") is not None:
             from torch_peer import join_gloo, torch_peer

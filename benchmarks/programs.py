@@ -128,7 +128,7 @@ def of_values(results: Fields) -> list[Fields]:
 
 def of_normal_mode(results: Fields) -> list[Fields]:
     """Makes rows of deep_ep's normal mode: with outputs of the exact size, with outputs of a fixed size, and with NCCL,
-    which moves as many bytes.
+    which moves the same number of bytes.
     """
     shown = []
     for tokens in dict.fromkeys(each["tokens"] for each in results["results"]):
@@ -422,8 +422,8 @@ class Contender:
 
 
 def run_others(families: list[str], parsed: Any, end: float, collected: Collected, folder: Path) -> None:
-    """Runs other people's programs. All contenders begin a program at the same time, then execute its steps in
-    turns.
+    """Runs other people's programs. All contenders begin a program at the same time, then take turns at executing the
+    program's steps.
     """
     contenders = [Contender(name, parsed, folder) for name in parsed.contenders]
     try:

@@ -6,7 +6,8 @@
 - The time to complete a put or get is measured by one thread of rank 0, which pushes the trigger, then waits for a
   flush or for the ticket. The result is the median over rounds.
 - The bandwidth of puts or gets is measured over many transfers, from the first push until a final flush returns.
-- The bandwidth of an SmChannel is that of a kernel's stores, for several numbers of blocks, timed by two events.
+- The bandwidth of an SmChannel is the bandwidth of a kernel's stores, for several numbers of blocks, timed by two
+  events.
 """
 
 from __future__ import annotations

@@ -638,7 +638,7 @@ def _beside(
 
 
 def daemon_section(result: Result) -> Section:
-    """Tables of proxies in the node daemon, beside the same in their ranks."""
+    """Tables that compare proxies in the node daemon with proxies in their ranks."""
     ranks, cores = result["world_size"], result["cores"]
     titles = ("in the ranks", "in the daemon", "ratio", "aim")
     lines = [
@@ -690,7 +690,7 @@ def daemon_section(result: Result) -> Section:
 
 
 def proxy_place_section(result: Result) -> Section:
-    """Tables of proxies in a process of the job's own, beside the same in their ranks."""
+    """Tables that compare proxies in a process of the job with proxies in their ranks."""
     titles = ("in the ranks", "in their process", "ratio", "aim")
     start = result["start_ms"][0]
     lines = [
@@ -829,7 +829,7 @@ def _observed_table(rows: list[Result], names: Sequence[str], figure: str, scale
 
 
 def observing_section(result: Result) -> Section:
-    """Tables of what observing and tracing a proxy cost it."""
+    """Tables of the cost of observing and tracing a proxy."""
     lines = [
         *origin(result),
         "The same triggers without an observer (*nobody looks*), while another process reads all counters every 10 ms "
@@ -870,7 +870,7 @@ def observing_section(result: Result) -> Section:
 
 
 def host_collectives_section(result: Result) -> Section:
-    """Tables of the host runtime's collectives beside those of MPI and, if it took part, of gloo."""
+    """Tables that compare the host runtime's collectives with MPI's and, if gloo took part, with gloo's."""
     rows = result["results"]
     peers = [name for name in ("MPI", "gloo") if f"{name.lower()}_us" in rows[0]]
     between_hosts = result.get("hosts", 1) > 1
@@ -1174,7 +1174,7 @@ def group_memory_section(result: Result) -> Section:
 
 
 def scale_section(result: Result) -> Section:
-    """Returns a table of what grows with the number of ranks: measured, and fitted."""
+    """Returns a table of the resources that grow with the number of ranks: measured and fitted values."""
     rows, hosts = result["results"], result["kind"] == "hosts"
     apart = (
         "each a rehearsed host of its own, with libfabric between them" if hosts else "which share the host's memory"

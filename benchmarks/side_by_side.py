@@ -280,7 +280,7 @@ class Job(ABC):
         return {**describe(self.comm), "peers": self.peer_versions()}
 
     def heading(self, title: str, *notes: str) -> None:
-        """Prints what is measured, and on which devices."""
+        """Prints the measured call, and the devices."""
         peers = ", ".join(f"{name} {version}" for name, version in self.peer_versions().items())
         heading(self.comm, title, f"peers: {peers or 'none'}; no multicast", *notes)
 
@@ -327,7 +327,7 @@ class Job(ABC):
         if contender.missing:
             return 0, contender.missing
         reason, wrong = "", 0
-        # These errors are raised before the call starts, so the program can go on.
+        # These errors are raised before the call starts, so the program can continue.
         refusal = ArgumentError if contender.ours else RuntimeError
         try:
             contender.refill()

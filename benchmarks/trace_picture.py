@@ -1,8 +1,8 @@
 """Draws a part of a file of `proxyccl trace` as SVG: python benchmarks/trace_picture.py TRACE.json PICTURE.svg
 
 The picture shows one burst of triggers or sends, such as the triggers of one collective call, between two pauses of all
-proxies. The burst is that of median length among the bursts with the most frequent number of triggers. Use Perfetto to
-see the whole file; the pictures are for documentation.
+proxies. The picture shows the burst of median length among the bursts with the most frequent number of triggers. Use
+Perfetto to see the whole file; the pictures are for documentation.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 python benchmarks/weights.py [--json FILE] [--tensors N] [--extent N]
 
-The model has N square matrices. In each turn the sampler's rank receives all of them into its parameters: by
-`proxyccl.weights`, whose time is that of `WeightSource.offer`, or by a broadcast of each tensor, for which the trainer
-casts the tensor first. Two GPUs and NCCL are used if there are two GPUs, else the CPU and gloo. Needs torch.
+The model has N square matrices. In each turn the sampler's rank receives all tensors into its parameters, either by
+`proxyccl.weights`, timed as the time of `WeightSource.offer`, or by a broadcast of each tensor, which the trainer casts
+first. Two GPUs and NCCL are used if there are two GPUs, else the CPU and gloo. Needs torch.
 """
 
 from __future__ import annotations

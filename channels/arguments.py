@@ -37,8 +37,8 @@ def input_view(group: Group, x: Any, argument: str) -> ArrayView:
 
 
 def readable_view(group: Group, x: Any, argument: str) -> ArrayView:
-    """Returns a view that C can read of an array that C can't read itself, such as an array of another library or of
-    many dimensions. Raises the same errors as `input_view`.
+    """Returns a view that C can read, of an array that C can't read, such as an array of another library or of many
+    dimensions. Raises the same errors as `input_view`.
     """
     return as_readable(group, input_view(group, x, argument))
 

@@ -209,9 +209,9 @@ class Communicator(CollectiveCalls):
     ) -> Communicator:
         """Returns a communicator of some of the ranks, which call this together; the other ranks need not call it.
 
-        The new communicator shares this one's runtime, process watches and mappings, and needs no bootstrap if the
-        ranks share a host. If this communicator fails, is closed or is aborted, the new communicator fails too, but not
-        vice versa.
+        The new communicator shares this communicator's runtime, process watches and mappings, and needs no bootstrap if
+        the ranks share a host. If this communicator fails, is closed or is aborted, the new communicator fails too, but
+        not vice versa.
 
         Args:
             ranks: numbers in this communicator, including this rank's; the same list on all members. A rank's index in
@@ -420,9 +420,9 @@ class Communicator(CollectiveCalls):
         calls have made, "scratch" for collectives by kernels, "staging" for collectives by proxy, and "transfers" for
         `send` and `recv`.
 
-        The numbers are those of the requests; a driver rounds allocations up. Not counted are the memory of the
-        program, such as registered tensors, the device's context and loaded kernels, and what the proxy's process
-        allocates.
+        The account has the requested sizes; a driver rounds allocations up. The account does not include memory of the
+        program, such as registered tensors, the device's context, loaded kernels, and allocations of the proxy's
+        process.
         """
         return self._group.device_memory.usage()
 
@@ -656,7 +656,7 @@ class Communicator(CollectiveCalls):
 
         Raises:
             CompileError: compilation failed, with the compiler's messages; or no compiler was found, with the name of
-                what to install.
+                the package to install.
         """
         self._group.failure.require_usable()
         module: Module = self.runtime.compile(
@@ -742,8 +742,8 @@ class Communicator(CollectiveCalls):
 
         While a communicator is suspended, its calls raise SuspendedError. Neither graphs, kernels of the program nor
         other communicators may then use the communicator's memory. The communicator can be closed. A rank that ends
-        makes it fail, as always. Communicators that were split from this one are not suspended with it, nor are arrays
-        that it took over by `shrink` or `grow`.
+        makes the communicator fail, as always. Communicators that were split from this one are not suspended with it,
+        nor are arrays that it took over by `shrink` or `grow`.
 
         Args:
             save: whether to keep the contents of `empty` arrays and of experts' outputs, in host memory. If False,

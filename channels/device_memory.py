@@ -99,7 +99,7 @@ class DeviceMemory:
         return found
 
     def nbytes(self, *, blocks: bool) -> int:
-        """Returns the bytes of the allocations that `suspend` gives back, or has given back, or else of the others."""
+        """Returns the bytes of the allocations that `suspend` frees (`blocks`), or of the other allocations."""
         return sum(memory.nbytes for memory, piece in self._live() if piece.block == blocks)
 
     def publish(self) -> None:

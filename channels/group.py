@@ -194,7 +194,7 @@ class Group:
         """Makes a group of the remaining ranks. Only the remaining ranks call this, once, and then `open` the new
         group, which outlives this group.
 
-        If a rank comes too late, this group fails, because its later calls would wait for that rank again.
+        If a rank arrives too late, this group fails, because its later calls would wait for that rank again.
 
         Raises the errors of `meet_survivors`; and ClosedError if this rank has called `shrink` before.
         """
@@ -681,7 +681,7 @@ class Group:
                 other._watcher.announce(Presence.PRESENT)
 
     def late(self, peer: int, operation: str, what: str, timeout: float) -> CommunicatorError:
-        """Makes the group fail with a time-out error that names the peer and what the peer failed to do in time.
+        """Makes the group fail with a time-out error that names the peer, and the action for which this rank waited.
         Returns the exception.
         """
         late = WaitTimeoutError(

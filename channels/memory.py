@@ -190,9 +190,9 @@ class RegisteredMemory:
         return memory
 
     def _tell_ids(self, reserved: bool) -> None:
-        """Adds the peers' ranges to this rank's proxy, and sends each peer the id of its range. All ranks call this
-        together. Only some of a proxy's memory ids are for registered ranges; if they are used up, schedules stage the
-        data.
+        """Adds the peers' ranges to this rank's proxy, and sends each peer the id of the peer's range. All ranks call
+        this together. Only some of a proxy's memory ids are for registered ranges; if they are used up, schedules stage
+        the data.
         """
         group = self._group
         peers = [peer for peer in range(group.world_size) if peer != group.rank]

@@ -29,7 +29,7 @@ _RELEASED = (1 << 63) - 1
 
 
 class Window:
-    """One-sided access to an array of every rank. `Communicator.window` makes it.
+    """One-sided access to an array of every rank, made by `Communicator.window`.
 
     A rank's calls take effect in the order of the calls, even on different streams. Each peer's signals are counted
     separately. Calls of different ranks are ordered only by signals.

@@ -149,13 +149,13 @@ class LaunchDefaults(Struct, frozen=True):
     """Default sizes of launches, and thresholds between kernels and schedules, for a device."""
 
     threads: int  # threads per block of the shipped kernels
-    blocks: int  # most blocks that a shipped collective uses
+    blocks: int  # maximum number of blocks that a shipped collective uses
     # Replaces `blocks` under the policy `efficiency`, which trades some speed for fewer multiprocessors.
     efficient_blocks: int
-    copy_blocks: int  # most blocks that a proxied collective uses
+    copy_blocks: int  # maximum number of blocks that a proxied collective uses
     # Threads per block of a `PROXYCCL_SMALL_KERNEL`, the kernel of a reduction whose data the proxy moves.
     small_threads: int
-    small_blocks: int  # most blocks of a `PROXYCCL_SMALL_KERNEL`
+    small_blocks: int  # maximum number of blocks of a `PROXYCCL_SMALL_KERNEL`
     small_bytes: int  # least bytes of each rank's data per block of a `PROXYCCL_SMALL_KERNEL`
     # Whether the kernel of a short reduction by proxy is launched before the other ranks' data has arrived, and waits
     # for the data itself.
@@ -167,7 +167,7 @@ class LaunchDefaults(Struct, frozen=True):
     flow_bytes: int  # bytes of all slots in which a rank receives transfers (flows.h)
     # Least bytes of a share for which each rank tells the others the address of its output before they send.
     meeting_bytes: int
-    offered_bytes: int  # most bytes of an in-place all_reduce in which each rank loads the other ranks' inputs directly
+    offered_bytes: int  # maximum bytes of an in-place all_reduce in which ranks load the other ranks' inputs directly
     # Longest share, in bytes, that a kernel sends through the proxy to ranks of other nodes by default. Schedules send
     # longer shares, without staging. 0: kernels send none.
     proxied_kernel_bytes: int
@@ -177,15 +177,15 @@ class LaunchDefaults(Struct, frozen=True):
     # Packets for which a packet kernel launches one block. For more than packet_blocks * packet_threads packets, blocks
     # get more threads, up to `threads`.
     packet_threads: int
-    packet_blocks: int  # most blocks of a packet kernel
-    pair_packet_blocks: int  # most blocks of a packet kernel between two ranks
+    packet_blocks: int  # maximum number of blocks of a packet kernel
+    pair_packet_blocks: int  # maximum number of blocks of a packet kernel between two ranks
     # Most bytes that a rank sends, to all others together, as packets in an all_gather or all_to_all. 0: packets are
     # not used.
     packet_move_bytes: int
     # Least bytes from one rank to another that are sent as lines (lines.h) instead of packets, if all links carry whole
     # lines. 0: lines are not used.
     line_bytes: int
-    line_blocks: int  # most blocks of a kernel that sends lines
+    line_blocks: int  # maximum number of blocks of a kernel that sends lines
     line_move_bytes: int  # replaces packet_move_bytes if all links carry whole lines
     # Blocks per cluster in a kernel that sends lines and normalizes rows; a cluster handles one row at a time; 1
     # without clusters.
@@ -409,7 +409,7 @@ class BaseRuntime(Protocol):
         """
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether work queued on the stream with this handle goes into a graph."""
+        """Returns whether the stream with this handle is being captured into a graph."""
         return False
 
     def order_streams(self, first: int, then: int) -> None:

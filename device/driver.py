@@ -87,7 +87,9 @@ class Blocks(Protocol):
         """Allocates physical memory for suspended blocks. If it raises DriverError, the blocks stay suspended."""
 
     def set_mapped(self, process: bytes, bases: Collection[int], mapped: bool) -> None:
-        """Implements `BaseRuntime.set_mapped`. Raises DriverError, or OSError if the process sends no descriptors."""
+        """Implements `BaseRuntime.set_mapped`. Raises DriverError, or OSError if `process` does not send descriptors of
+        the blocks.
+        """
 
 
 class Driver(ABC):
@@ -153,7 +155,7 @@ class Driver(ABC):
         self.call(call, *args, allowed=LOST_CONTEXT)
 
     def is_done(self, call: str, handle: int) -> bool:
-        """Whether the work of a stream or event is done, by the query `call`, such as "EventQuery"."""
+        """Returns whether the work of a stream or event is done. `call` is the driver's query, such as "EventQuery"."""
         name = self._name(call)
         status, _ = self._status_of(name, handle)
         if status not in (0, _NOT_READY):

@@ -29,9 +29,9 @@ class Runtime(LaunchRuntime, Protocol):
     ) -> Module:
         """Compiles a source, or loads its kernels from the cache on disk. Raises CompileError.
 
-        `control` is the device address of the control block for waits that are given no control block: its abort word
-        and its time-out end such waits, and their error record is stored in it. If `control` is 0, such waits end after
-        30 s without an error.
+        `control` is the device address of the control block for waits that are given no control block: the control
+        block's abort word and time-out end such waits, which store their error record in the control block. If
+        `control` is 0, such waits end after 30 s without an error.
         """
 
     def release_control(self, control: int) -> None:

@@ -1,4 +1,4 @@
-"""The sleeping threads of a proxy. A launch wakes them when it gives them work (waking.h)."""
+"""The sleeping threads of a proxy. A launch that gives these threads work wakes them (waking.h)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sleepers:
 
 
 class ProxiedStruct(bytes):
-    """The bytes of a kernel's struct argument, with what a launch must know about the struct."""
+    """The bytes of a kernel's struct argument, with the properties of the struct that a launch needs."""
 
     # The sleepers of the proxy of the struct's channels; None if the struct has no ProxyChannels.
     sleepers: Sleepers | None = None

@@ -33,8 +33,8 @@ static inline int proxyccl_stream_captures(const ProxycclStreamOrder* self, uint
   return status == PROXYCCL_CAPTURE_IMPLICIT || (status == 0 && captures != 0);
 }
 
-/* Sets *captures to whether a stream's work goes into a graph. Returns the driver's status; does nothing and returns
- * PROXYCCL_OTHER_CONTEXT if another context is current. */
+/* Sets *captures to whether the stream is being captured into a graph. Returns the driver's status; does nothing and
+ * returns PROXYCCL_OTHER_CONTEXT if another context is current. */
 static inline int proxyccl_stream_ask_capture(const ProxycclStreamOrder* self, uintptr_t stream, int* captures) {
   if (!proxyccl_order_is_current(self)) return PROXYCCL_OTHER_CONTEXT;
   const int status = self->is_capturing == NULL ? 0 : self->is_capturing((void*)stream, captures);

@@ -33,7 +33,7 @@ def with_torch(options: argparse.Namespace) -> str:
     rank, world_size, local_world_size = initialize_distributed()
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    # Create EP group (all ranks)
+    # The expert-parallel group is all ranks.
     ep_group = dist.group.WORLD
 
     # Create layer

@@ -1,4 +1,4 @@
-"""Serves a mixture of experts that loses a rank, goes on, and heals.
+"""Serves a mixture of experts that loses a rank, continues, and replaces the rank.
 
     python examples/heal_experts.py
 
@@ -7,7 +7,7 @@ Four ranks serve eight experts; some experts have places on two ranks. In the mi
 1. The other ranks shrink the layer and repeat the step. Experts with a second place stay; the slots of the others drop.
 2. A new process reads the weights of rank 2's experts, by an agent from ranks that have them, and from a checkpoint
    otherwise. When it is ready, the others grow the layer: the new process has the number of rank 2.
-3. Expert 7 gets a second place, on rank 3. While the ranks go on, an agent reads the weights from rank 2. When the
+3. Expert 7 gets a second place, on rank 3. While the ranks continue, an agent reads the weights from rank 2. When the
    weights have arrived, all ranks change the placement between two steps.
 
 Every rank checks every result of every step exactly. The example starts its ranks itself, because mpiexec ends the

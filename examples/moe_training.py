@@ -388,7 +388,7 @@ def batch_of(sizes: Sizes, rank: int, device: torch.device) -> Tensor:
 
 
 def measure(sizes: Sizes, where: Where, *, captured: bool) -> list[Result]:
-    """Trains with both backends in turns. Returns the results. All ranks make this call together."""
+    """Trains with both backends alternately. Returns the results. All ranks make this call together."""
     peer = dist.group.WORLD
     ours = dist.new_group(backend="proxyccl")
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -154,7 +154,7 @@ def wait_for(path: Path, seconds: float = 120) -> bytes:
     end = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > end:
-            raise TimeoutError(f"{path} has not come")
+            raise TimeoutError(f"{path} was not written in time")
         time.sleep(0.01)
     return path.read_bytes()
 

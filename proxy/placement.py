@@ -91,7 +91,7 @@ def numa_node_of(device: Path) -> int | None:
 
 
 def read(path: Path | str) -> str:
-    """Returns the text of a file in sysfs; "" if the file is absent or can't be read, as that of an empty GID."""
+    """Returns the text of a file in sysfs; "" if the file is absent or can't be read, as for an empty GID."""
     try:
         with open(path) as file:
             return file.read().strip()

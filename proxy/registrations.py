@@ -38,7 +38,7 @@ class Registration:
     # or the provider takes offsets instead of addresses.
     address: int
     key: int  # key for peers' requests; memory that is registered with two adapters has the keys of both (`rail_key`)
-    local_key: int  # key for this rank's own requests, likewise; 0 if libfabric's provider needs no key
+    local_key: int  # key for this rank's own requests, of one or two adapters; 0 if libfabric's provider needs no key
     # Identifies the range's allocation among all others; None if the range stays registered only while in use.
     allocation: Hashable = None
     # For RDMA, how the memory is registered: "host", "peer memory" (the device takes the GPU's address itself) or

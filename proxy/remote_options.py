@@ -90,9 +90,9 @@ class _FromEnvironment:
     def from_environment(cls, **arguments: Any) -> Self:
         """Reads options from the environment variable ``PROXYCCL_RDMA`` or ``PROXYCCL_FABRIC``, which lists options and
         values, such as ``device=mlx5_0,mtu=4096``. A part without "=" continues the value before it, as in
-        ``interface=eth0,eth1``. An option that the variable does not list may be in an older variable of its own, such
-        as ``PROXYCCL_RDMA_PORT``. Arguments that are not None take precedence; an argument that names adapters replaces
-        all names of adapters in the environment.
+        ``interface=eth0,eth1``. An option that the variable does not list may be set by a separate, older variable,
+        such as ``PROXYCCL_RDMA_PORT``. Arguments that are not None take precedence; an argument that names adapters
+        replaces all names of adapters in the environment.
 
         Raises:
             ArgumentError: a variable or an argument is out of range, and the error names it; or an argument, or a name

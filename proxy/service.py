@@ -576,8 +576,8 @@ class ProxyService(ProxyWords):
             yield
 
     def set_mapped(self, process: bytes, bases: Collection[int], mapped: bool) -> None:
-        """Unmaps a process's blocks in this process, or maps them again (`BaseRuntime.set_mapped`). Memory ids that
-        name the blocks stay valid; no transfer may use them while they are unmapped.
+        """Unmaps a process's blocks in this process, or maps them again (`BaseRuntime.set_mapped`). Memory ids of the
+        blocks stay valid, but no transfer may use the ids while the blocks are unmapped.
         """
         self.runtime.set_mapped(process, bases, mapped)
 

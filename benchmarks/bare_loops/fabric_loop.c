@@ -14,7 +14,7 @@
 
 #include "clock.h"
 
-enum { COMPLETIONS = 16 }; /* most completions that one call reads */
+enum { COMPLETIONS = 16 }; /* maximum number of completions that one call reads */
 
 typedef struct {
   struct fi_context2 context;

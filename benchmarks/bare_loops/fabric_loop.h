@@ -14,7 +14,7 @@ typedef struct ProxycclFabricBareWrites {
   uintptr_t descriptor;      /* descriptor of `local` */
   uint64_t key;              /* key of `remote` */
   uint64_t bytes;            /* bytes of each write */
-  uint32_t depth;            /* most writes outstanding: at most PROXYCCL_FABRIC_BARE_DEPTH */
+  uint32_t depth;            /* maximum number of outstanding writes: at most PROXYCCL_FABRIC_BARE_DEPTH */
   uint32_t complete_every;   /* every n-th write and the last write request a completion on delivery; n <= `depth` */
   uint64_t count;            /* number of writes */
   uint64_t timeout_ns;       /* time-out for all writes together */

@@ -10,7 +10,7 @@
 #include "clock.h"
 #include "verbs_transport.h"
 
-enum { COMPLETIONS = 16 }; /* most completions that one call reads */
+enum { COMPLETIONS = 16 }; /* maximum number of completions that one call reads */
 
 static int possible(const ProxycclVerbsBareWrites* options) {
   return options->qp != 0 && options->cq != 0 && options->count > 0 && options->depth > 0 && options->chain > 0 &&

@@ -12,7 +12,7 @@ typedef struct ProxycclVerbsBareWrites {
   uint64_t remote;  /* address that each write goes to */
   uint32_t lkey, rkey;
   uint32_t bytes;        /* bytes of each write */
-  uint32_t depth;        /* most outstanding writes; at most the length of the send queue */
+  uint32_t depth;        /* maximum number of outstanding writes; at most the length of the send queue */
   uint32_t chain;        /* writes posted with one call: from 1 to PROXYCCL_VERBS_BARE_CHAIN */
   uint32_t signal_every; /* every n-th write and the last write are signalled. n is at most depth + 1 - chain,
                             so that unsignalled writes leave room for a chain. */

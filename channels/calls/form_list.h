@@ -1,7 +1,6 @@
 /* A list of the prepared forms of one function, such as an experts' dispatch. The first dimension of the function's
- * arrays may have any extent. A form is found by the kinds of a call's arrays; if no form is listed for them, Python
- * prepares
- * one. */
+ * arrays may have any extent. A form is found by the kinds of a call's arrays; if no form is listed for these kinds,
+ * Python prepares a form. */
 #ifndef PROXYCCL_FORM_LIST_H
 #define PROXYCCL_FORM_LIST_H
 

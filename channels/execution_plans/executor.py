@@ -155,7 +155,7 @@ class _Resources:
         self._kept.append(semaphores)
         reachable = self._group.topology.accessible
         for peer in self._plan.peers(self._group.rank, "memory"):
-            if not reachable[peer]:  # a plan may name channels that no operation uses
+            if not reachable[peer]:  # does not raise an error, because a plan may name channels that no operation uses
                 continue
             for number in range(count):
                 semaphore = ffi.new("ProxycclSemaphore *")

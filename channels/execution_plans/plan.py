@@ -209,7 +209,9 @@ class ExecutionPlan:
 
     @functools.cached_property
     def touched(self) -> list[dict[int, Place]]:
-        """For each rank, the peers whose memory its kernels access, and the first operation that does so."""
+        """For each rank, the peers whose memory the rank's kernels access, and the first operation that accesses the
+        peer's memory.
+        """
         found: list[dict[int, Place]] = [{} for _ in range(self.world_size)]
         for rank in range(self.world_size):
             for operation, _ in self.operations(rank):
@@ -260,7 +262,9 @@ class ExecutionPlan:
         return [tuple(sorted(peer for one, peer in both if one == rank)) for rank in range(self.world_size)]
 
     def _check_signals(self) -> None:
-        """Requires as many signals as waits on each channel: the next execution would consume a leftover signal."""
+        """Requires equal numbers of signals and waits on each channel: the next execution would consume a surplus
+        signal.
+        """
         sent: dict[tuple[int, int, str, int], _Times] = {}
         awaited: dict[tuple[int, int, str, int], _Times] = {}
         for rank in range(self.world_size):
@@ -281,7 +285,9 @@ class ExecutionPlan:
                 )
 
     def _check_inside(self, rank: int) -> None:
-        """Requires equally frequent arrivals at a barrier, and as many releases as acquisitions of each semaphore."""
+        """Requires that all threadblocks of a barrier arrive equally often, and that each semaphore is acquired and
+        released equally often.
+        """
         barriers: dict[int, dict[int, _Times]] = {}
         sizes: dict[int, int] = {}
         semaphores: dict[int, list[_Times]] = {}
@@ -303,7 +309,7 @@ class ExecutionPlan:
                 raise ArgumentError(
                     "plan",
                     f"rank {rank}: barrier {number} is of {sizes[number]} threadblocks, but "
-                    f"{', '.join(map(str, sorted(by_block)))} come to it, or not equally often",
+                    f"{', '.join(map(str, sorted(by_block)))} arrive, or arrive not equally often",
                 )
         for number, (acquired, released) in semaphores.items():
             if acquired != released:

@@ -212,7 +212,7 @@ class Reader:
             if number >= len(mine):
                 raise place.refuse(f"{op.channel_type} channel {number}; the threadblock has {len(mine)}")
             if mine[number] >= len(ends):
-                raise place.refuse(f"{op.channel_type} channel {mine[number]} of the rank; it has {len(ends)}")
+                raise place.refuse(f"{op.channel_type} channel {mine[number]} of the rank; the rank has {len(ends)}")
             found.append(ends[mine[number]])
         if len(set(found)) < len(found) and op.name in CHANNELLED:
             raise place.refuse(f"channel_ids {list(op.channel_ids)} name a channel twice")
@@ -230,7 +230,7 @@ class Reader:
         sources = self._ranges(block, op, place, "src_buff", op.src_buff, moving.sources)
         destinations = self._ranges(block, op, place, "dst_buff", op.dst_buff, moving.destinations)
         if moving.pairs and len(sources) != len(destinations):
-            raise place.refuse(f"{len(sources)} sources and {len(destinations)} destinations; expected as many")
+            raise place.refuse(f"{len(sources)} sources and {len(destinations)} destinations; expected equal numbers")
         groups = list(zip(sources, destinations, strict=True)) if moving.pairs else [(*sources, *destinations)]
         for group in groups:
             if len({each.size for each in group}) > 1:
@@ -273,7 +273,7 @@ class Reader:
 
     def _range(self, block: Threadblock, op: Op, place: Place, entry: str, chunks: Chunks, operand: Operand) -> Range:
         if (chunks.buffer_id is None) == (chunks.type is None) or operand.remote == (chunks.buffer_id is None):
-            raise place.refuse(f"{entry}: expected {'buffer_id' if operand.remote else 'type'} alone")
+            raise place.refuse(f"{entry}: expected only {'buffer_id' if operand.remote else 'type'}")
         rank, buffer = self._gpu.id, chunks.type
         if chunks.buffer_id is not None:
             rank, buffer = self._remote(block, op, place, entry, chunks.buffer_id)
@@ -283,7 +283,7 @@ class Reader:
         if chunks.index + chunks.size > limit:
             raise place.refuse(
                 f"{entry}: chunks {chunks.index} to {chunks.index + chunks.size - 1} of rank {rank}'s "
-                f"{BUFFERS[buffer]}, which has {limit}"
+                f"{BUFFERS[buffer]}; it has only {limit} chunks"
             )
         if operand.packets and buffer != "s":
             raise place.refuse(f"{entry}: packets in the {BUFFERS[buffer]}; expected scratch memory")
@@ -295,16 +295,14 @@ class Reader:
             i for refs in block.remote_buffer_refs if refs.access_channel_type == kind for i in refs.remote_buffer_ids
         ]
         if number >= len(mine):
-            raise place.refuse(
-                f"{entry}: remote buffer {number}; the threadblock reaches {len(mine)} by {kind} channels"
-            )
+            raise place.refuse(f"{entry}: remote buffer {number}; the threadblock has {len(mine)} for {kind} channels")
         if mine[number] >= len(self._gpu.remote_buffers):
             raise place.refuse(
-                f"{entry}: remote buffer {mine[number]} of the rank; it has {len(self._gpu.remote_buffers)}"
+                f"{entry}: remote buffer {mine[number]} of the rank; the rank has {len(self._gpu.remote_buffers)}"
             )
         remote = self._gpu.remote_buffers[mine[number]]
         if kind not in remote.access_channel_types:
-            raise place.refuse(f"{entry}: remote buffer {mine[number]} is not reached by {kind} channels")
+            raise place.refuse(f"{entry}: remote buffer {mine[number]} does not allow {kind} channels")
         if remote.rank >= len(self._gpus) or remote.rank == self._gpu.id:
             raise place.refuse(f"{entry}: a buffer of rank {remote.rank}; expected another of {len(self._gpus)} ranks")
         return remote.rank, remote.type

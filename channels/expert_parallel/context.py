@@ -223,7 +223,7 @@ class DispatchCombineContext:
             if spins % _SPINS == 0:
                 group.failure.check()
                 if time.monotonic() > deadline:
-                    raise WaitTimeoutError(f"no counts of dispatch {ticket} came in {2 * group.timeout:g} s")
+                    raise WaitTimeoutError(f"dispatch {ticket}: counts did not arrive in {2 * group.timeout:g} s")
                 if spins > patient:
                     time.sleep(1e-5)
         group.failure.check()

@@ -129,7 +129,7 @@ class Geometry:
         e.slots_offset = routing.take(ffi.sizeof("ProxycclExpertSlot") * slots)
         e.places_offset = routing.take(4 * e.segment_tokens)
         e.weights_offset = routing.take(e.weight_bytes * slots)
-        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # the routing is one message
+        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # a routing is one message
         e.segment_bytes = e.segment_tokens * row_bytes
         e.slab_bytes = aligned(e.segments * (e.routing_bytes + e.segment_bytes) + e.least_message)
 

@@ -110,9 +110,8 @@ class EPAll2AllLayer:
             send it, world_size * max_tokens; `desc.expert_rows` says how many arrived. With "padded" no call waits on
             the CPU.
         lost_ranks: the ranks that the group has lost, by their original numbers; see `shrink`. The group's rank r is
-            then the r-th remaining rank, and has the experts that it had before. num_tot_experts includes the experts
-            of lost ranks. A slot that chooses an expert of a lost rank is dropped, and `desc.lost_slots` marks the
-            dropped slots.
+            then the r-th remaining rank, and keeps its experts. num_tot_experts includes the experts of lost ranks. A
+            slot that chooses an expert of a lost rank is dropped, and `desc.lost_slots` marks the dropped slots.
         placement: None if rank r has the r-th equal share of the experts. Otherwise each rank has num_tot_experts /
             world_size places, and placement[p] is the number of the expert that place p of all ranks holds, or -1 for
             an empty place; rank r has the r-th equal share of the places. Tokens choose experts 0 to max(placement),
@@ -346,7 +345,7 @@ class EPAll2AllLayer:
         Before the call, each rank's new places must hold the weights of their experts. When the call returns, no rank
         sends tokens to the former places, whose weights may then be overwritten. Captured graphs use the new
         placement from their next launch on. If a rank is lost during the call, `shrink` returns a layer in which all
-        ranks have the same placement, the former or the new one, and no weights that this layer uses have been
+        ranks have the same placement, the former or the new placement, and no weights that this layer uses have been
         overwritten.
 
         Args:

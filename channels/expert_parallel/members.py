@@ -82,7 +82,7 @@ class Members:
                 if theirs.get(argument) != value:
                     raise ArgumentError(
                         argument,
-                        f"is {value!r} on rank 0 and {theirs.get(argument)!r} on rank {rank}; give all ranks the same",
+                        f"is {value!r} on rank 0 and {theirs.get(argument)!r} on rank {rank}; expected equal values",
                     )
         return number
 

@@ -124,7 +124,7 @@ class LayerOptions:
             if experts % self.all_ranks:
                 raise ArgumentError(
                     "num_tot_experts",
-                    f"must be a multiple of {self.all_ranks}, the ranks including lost ones, not {experts}",
+                    f"must be a multiple of {self.all_ranks}, the number of ranks including lost ranks, not {experts}",
                 )
             experts = experts // self.all_ranks * self.world_size
         sizes = self.max_tokens, self.hidden, self.topk, experts, self.rank, self.world_size, self.local_world_size
@@ -231,7 +231,7 @@ class LayerOptions:
 
     @cached_property
     def places(self) -> int:
-        """The number of places for experts, including those of lost ranks."""
+        """The number of places for experts, including the places of lost ranks."""
         return self.config.num_experts_per_rank * self.all_ranks
 
     @cached_property

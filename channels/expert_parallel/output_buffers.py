@@ -97,9 +97,9 @@ def _lease_of(nbytes: int) -> Any:
 class KeptOutputs(OutputBuffers):
     """Buffers whose arrays stay valid as long as they are referenced, like new arrays.
 
-    A buffer is free again when the last array in the buffer has been freed. On the host runtime a free buffer can be
-    reused at once. On a GPU, several streams may still have queued work on an array when it is freed. torch's caching
-    allocator knows these streams (`record_stream`), so the buffers are allocated from a pool of that allocator.
+    A buffer is free again when the last array in the buffer has been freed. On the host runtime, a free buffer can be
+    reused immediately. On a GPU, several streams may still have queued work on an array when it is freed. torch's
+    caching allocator knows these streams (`record_stream`), so the buffers are allocated from a pool of that allocator.
 
     If no other buffer is free, rows pass through the last buffer and are copied to new arrays. Rows are also copied if
     the layer can't observe when the arrays are freed: on a GPU with a library other than torch or with a torch without

@@ -107,6 +107,6 @@ class ExpertPlaces:
         group.synchronize()  # queued dispatches read the table
         for rank, theirs in enumerate(group.exchange.all_gather(own, _DIGEST, "a placement of experts")):
             if theirs != own:
-                raise ArgumentError("placement", f"differs between ranks {group.rank} and {rank}; give all the same")
+                raise ArgumentError("placement", f"differs between ranks {group.rank} and {rank}; expected the same")
         self._fill(placement)
         self.placement, self.turns = placement, self.turns + 1

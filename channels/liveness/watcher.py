@@ -3,9 +3,9 @@ and reports failures to all ranks.
 
 The thread also maps memory that peers have registered. The thread wakes every INTERVAL_MS while this rank makes calls,
 and otherwise every IDLE_INTERVAL_MS, so that an idle rank uses almost no CPU time. A rank that waits for a peer's
-thread wakes that thread at once. A communicator and the communicators that were split from it share the thread. After a
-failure the thread releases streams that wait for the proxy. No separate thread releases these streams, because once
-memory has run out, no thread can be started.
+thread wakes that thread immediately. A communicator and the communicators that were split from it share the thread.
+After a failure the thread releases streams that wait for the proxy. No separate thread releases these streams, because
+once memory has run out, no thread can be started.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class Watcher:
         return [*self._processes.watched, *self._links]
 
     def wake_peers(self) -> None:
-        """Wakes the threads that watch for the other ranks of this host, so that they call `each_turn` at once."""
+        """Wakes the threads that watch for the other ranks of this host, so that they call `each_turn` immediately."""
         for segment in self._segments.values():
             self._thread.ring(segment.bell)
 
@@ -421,7 +421,7 @@ class Watcher:
             self._reporting.join()
 
     def close(self) -> None:
-        """Closes the watcher and, unless the communicator was split from another one, ends the thread."""
+        """Closes the watcher and, unless the communicator was split from another communicator, ends the thread."""
         self.finish()
         with self._looking:
             self._closed = True

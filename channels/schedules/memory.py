@@ -290,7 +290,7 @@ def _no_room(nbytes: int) -> ResourceError:
 
 
 def _at_next(group: Group, box: Array | None) -> int | None:
-    """Returns the address of the next rank's box, which only this rank uses; None if this device can't access it."""
+    """Returns the address of the next rank's box, which only this rank uses; None if the device can't access it."""
     if box is None:
         return None
     memory, following = register(group, box), (group.rank + 1) % group.world_size

@@ -187,8 +187,8 @@ class Scales:
 
 
 def _tables(sources: Mapping[str, Sequence[Part]]) -> dict[str, list[tuple[str, Part]]]:
-    """Returns the tables of each tensor, as (holder, part), by the tensor's name. The coordinates of a table are those
-    of blocks. Of the sources that have the same part, only one is chosen.
+    """Returns the tables of each tensor, as (holder, part), by the tensor's name. A table has one entry per block,
+    and its coordinates count blocks. Of the sources that have the same part, only one is chosen.
     """
     found: dict[str, dict[tuple[tuple[int, ...], ...], tuple[str, Part]]] = {}
     for holder, parts in sources.items():

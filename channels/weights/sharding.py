@@ -18,7 +18,7 @@ class Replicate(Struct, frozen=True):
 
 class Shard(Struct, frozen=True):
     """The holders along a mesh axis divide a dimension of n elements as `torch.chunk` does: each gets ceil(n / holders)
-    elements, but the last ones may get fewer or none.
+    elements, but the last holders may get fewer or none.
 
     Attributes:
         dim: the index of the tensor's dimension, from 0.

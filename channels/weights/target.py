@@ -87,7 +87,7 @@ class WeightTarget(Holder):
         nearest, ties to even, as torch's `Tensor.to` does. An array in float8_e4m3fn may receive a tensor of these
         types if it has scales, and if the sources measure amaxes (`WeightSource(amax=True)`). A scale is amax / 448,
         where amax is the greatest magnitude of the whole tensor, or of the whole block, so all targets get the same
-        scale; it is 1 if amax is at most 1e-30. Elements are multiplied by 1 / scale, and rounded; the greatest
+        scale; the scale is 1 if amax is at most 1e-30. Elements are multiplied by 1 / scale, and rounded; the greatest
         magnitude of a float8 element is 448.
 
         Args:
@@ -109,7 +109,7 @@ class WeightTarget(Holder):
 
     def connect(self, sources: Iterable[bytes], *, peers: Iterable[bytes] = ()) -> None:
         """Connects to the sources, and plans and prepares the reads. Call `add` for all parts before this call. If a
-        source or peer ends and another one replaces it, call this again.
+        source or peer ends and another one replaces it, call `connect` again.
 
         Args:
             sources: the cards of all sources.

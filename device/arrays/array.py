@@ -236,7 +236,7 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
         ) from None
     except (BufferError, ValueError) as error:  # the buffer was closed or released
         raise ArgumentError(argument, f"the {type(x).__name__} gives no buffer: {error}") from error
-    if buffer.c_contiguous:  # checked here, because numpy would replace address 0
+    if buffer.c_contiguous:  # checks the address here, because numpy's array would have another address instead of 0
         require_memory(int(_cast("uintptr_t", _from_buffer(buffer))), buffer.shape or (), argument)
     try:
         array = np.asarray(buffer)

@@ -77,7 +77,7 @@ def require_tensor_memory(x: Any, argument: str) -> None:
         address, held = storage.data_ptr(), storage.nbytes()
     except RuntimeError:  # the tensor has no storage, or the storage has no address
         address, held = 0, 0
-    # The storage is asked, because x.data_ptr() of a view of a freed storage returns the view's offset instead of 0.
+    # Queries the storage, because x.data_ptr() of a view of a freed storage returns the view's offset instead of 0.
     if not address or held < needed:
         reason = f"its storage has {held} bytes; expected {needed}" if held else "its storage was freed, or it has none"
         raise ArgumentError(argument, f"the {kind.__name__} of shape {tuple(x.shape)} has no memory: {reason}")

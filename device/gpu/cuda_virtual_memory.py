@@ -70,7 +70,7 @@ class _Export(Struct):
 
     # The size and the retained handle of each block; empty while the blocks are suspended.
     blocks: list[tuple[int, Any]]
-    users: int = 1  # the number of exports that have not ended, plus that of descriptor requests in progress
+    users: int = 1  # the number of open exports, plus the number of descriptor requests in progress
 
 
 def _require_bytes(blocks: list[tuple[int, int]], size: int) -> None:
@@ -189,7 +189,7 @@ class VirtualMemory:
                         with self._lock:
                             if self._exported.get(request) is export:
                                 export.blocks, retained.blocks = retained.blocks, []
-                        self._release_blocks(retained)  # does nothing unless the export has ended meanwhile
+                        self._release_blocks(retained)  # does nothing unless the export ended during the calls above
         except DriverError:
             self.suspend(resumed)
             raise
@@ -230,7 +230,8 @@ class VirtualMemory:
         digest = int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little")
         request = _REQUEST.pack(context, base, size, digest)
         with self._lock:
-            if request in self._exported:  # makes no call first: garbage collection may end the export
+            # No call may precede the increment, because garbage collection during a call may end the export.
+            if request in self._exported:
                 self._exported[request].users += 1
             else:
                 self._exported[request] = self._retain(blocks)

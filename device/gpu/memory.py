@@ -131,7 +131,7 @@ class MemoryHandle:
         own = process == forks.here().token
         here = proc_view()
         if not own and view and here and view != here and not passes_namespaces(handle):
-            raise ArgumentError("handle", f"{NOT_PASSED}: the owner is in another one")
+            raise ArgumentError("handle", f"{NOT_PASSED}: the owner is in another namespace")
         return own, device, base, allocation, offset, nbytes, raw
 
     @classmethod

@@ -63,7 +63,8 @@ class HostRuntime(Runtime):
             proxy's thread makes the copies, which is faster with few cores.
         cxxflags: options for the C++ compiler, for example for a sanitizer. With options, shipped kernels are compiled
             at run time.
-        blocks: most blocks of a shipped collective, the same on all ranks; more than a rank's cores make it slower.
+        blocks: maximum number of a shipped collective's blocks, the same on all ranks; more than a rank's cores make
+            it slower.
     """
 
     name = "host"

@@ -7,7 +7,7 @@
 // triggers would stay in the ring until the proxy's thread wakes.
 //
 // A waiting thread also calls lookAround(): Python runs signal handlers only in its main thread, and the main thread
-// may be the one that waits.
+// may be the waiting thread.
 #include "link_old_symbols.h"
 
 #include <pthread.h>

@@ -1,4 +1,4 @@
-// Copies a list of blocks of memory: many short ones, each of which would take a copy engine one to two microseconds.
+// Copies a list of many short blocks of memory. A copy engine would take one to two microseconds for each block.
 #pragma once
 
 #include "proxyccl/copy.h"

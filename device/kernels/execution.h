@@ -53,7 +53,7 @@ typedef struct ProxycclStep {
   uint32_t place;                 /* threadblock << PROXYCCL_PLACE_OPERATION_BITS | operation */
   uint32_t thread;                /* the thread that executes the step; all threads execute a step that moves data */
   uint32_t channel;               /* number of a port channel, barrier or semaphore */
-  uint32_t option;                /* depends on `code`; for a wait for a channel's signal: the peer */
+  uint32_t option;                /* meaning depends on `code`; the peer, if the step waits for a channel's signal */
   uint32_t sources, destinations; /* numbers of sources and of destinations, from first_operand on */
   uint32_t first_operand;
   uint64_t bytes; /* bytes of data */

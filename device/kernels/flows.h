@@ -13,7 +13,7 @@
 
 enum {
   PROXYCCL_FLOW_HEADER_BYTES = 128,
-  PROXYCCL_MAX_TRANSFERS = 64 /* most transfers of a launch, because all its blocks must be resident */
+  PROXYCCL_MAX_TRANSFERS = 64 /* maximum number of transfers of a launch, because all its blocks must be resident */
 };
 
 /* One transfer of a launch: to a peer, from a peer, or, if `peer` is the rank itself, from `src` to `dst`. */
@@ -35,13 +35,14 @@ typedef struct ProxycclFlows {
   ProxycclControl* control;
   /* [lanes][2][world_size]: index 0 of the second dimension is the flow from the lower to the higher rank. */
   ProxycclLink* links;
-  uint64_t* pieces; /* [lanes][2][world_size], in device memory: pieces that this rank has sent or received */
+  uint64_t*
+      pieces; /* [lanes][2][world_size], in device memory: numbers of pieces that this rank has sent or received */
   /* Scratch memory, with the same layout on each rank: [lanes][world_size][slots] slots for data from each
    * rank. If some peer is not mapped, the same number of slots from staging_offset on hold the data that the proxy
    * sends to each rank. */
   char* scratch;
   uint64_t slot_bytes, staging_offset;
-  uint64_t line_bytes;  /* most bytes of a lane that are sent in lines; 0 if the links don't carry lines */
+  uint64_t line_bytes;  /* maximum number of bytes of a lane that are sent in lines; 0 if the links don't carry lines */
   uint64_t data_offset; /* offset in a slot of the data of other pieces */
   ProxycclTransfer transfers[PROXYCCL_MAX_TRANSFERS];
 } ProxycclFlows;

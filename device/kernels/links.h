@@ -1,4 +1,5 @@
-// A block's links to the same-numbered blocks of all other ranks, whose memory is mapped. Thread p serves rank p.
+// A block's links to the blocks with the same number on all other ranks, whose memory is mapped. Thread p serves rank
+// p.
 #pragma once
 
 #include "proxyccl/proxyccl.h"

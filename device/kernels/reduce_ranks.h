@@ -40,7 +40,7 @@ struct Run {
 
 // Called by one thread: combines source(rank)[begin, end) of all ranks in rank order, and calls store(i, run) for each
 // run of results, where i is the index of its first result. Each loop reads one rank's array, so that C++ compilers
-// vectorise the loop; a run is so short that it stays in the nearest cache until the next loop.
+// vectorise the loop. A run is so short that it stays in the first-level cache until the next loop.
 template <class T, class Op, class Source, class Store>
 PROXYCCL_DEVICE void reduceRuns(uint32_t ranks, uint32_t divisor, uint64_t begin, uint64_t end, Source source,
                                 Store store) {

@@ -71,8 +71,8 @@ def receive_with_descriptors(
 
     Args:
         connection: a socket.
-        longest: most bytes of a message.
-        most: most descriptors.
+        longest: maximum number of bytes of a message.
+        most: maximum number of descriptors.
         flags: the flags of `socket.recvmsg`, whose OSError is passed on.
     """
     room = socket.CMSG_LEN(most * _DESCRIPTOR_BYTES)

@@ -26,7 +26,7 @@ class HandleCache:
 
     Args:
         open_handle: maps the memory of a handle.
-        keep: most unused mappings that are kept, the most recently used ones.
+        keep: the number of unused mappings to keep; the most recently used mappings are kept.
         below: the cache whose `lease` is `open_handle`, if any.
     """
 

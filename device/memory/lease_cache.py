@@ -31,9 +31,9 @@ class LeaseCache(Generic[Key, Value]):
 
     Args:
         discard: a function that is called with each value that leaves the cache.
-        keep: most unused values that are kept. The least recently used values are discarded first.
+        keep: maximum number of unused values to keep. The least recently used values are discarded first.
         weigh: a function that returns a value's weight. By default the weight is 0.
-        keep_weight: most total weight of unused values that are kept.
+        keep_weight: maximum total weight of unused values to keep.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class LeaseCache(Generic[Key, Value]):
         with entry.lock:
             with self._lock:
                 value = entry.value
-                if entry.users or value is None:  # another thread has acquired or discarded the value meanwhile
+                if entry.users or value is None:  # another thread has since acquired or discarded the value
                     return False
                 entry.value = None
                 self._idle.pop(key, None)

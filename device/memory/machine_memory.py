@@ -45,7 +45,7 @@ def _group_limits() -> list[tuple[Path, int]]:
             root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
         else:
             continue
-        # In a container the path may be the host's, but the container's own group is mounted at the root.
+        # In a container, /proc may show the group's path on the host, but the container's group is mounted at the root.
         inner = root / group.lstrip("/")
         for directory in (inner, *inner.parents):
             text = _text(directory / name).strip()

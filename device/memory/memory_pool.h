@@ -59,7 +59,7 @@ uint64_t proxyccl_pool_changes(int device);
 /* Copies at most `room` segments. Returns the number of all segments. */
 size_t proxyccl_pool_segments(int device, ProxycclSegment* segments, size_t room);
 /* Holds a segment, so that its memory stays allocated even if the library frees the segment. Returns 0, without a hold,
- * if the library has already freed it. */
+ * if the library has already freed the segment. */
 int proxyccl_pool_hold(int device, uint64_t number);
 /* Ends a hold. Returns the segment's address if the caller must now free it, else 0. */
 uint64_t proxyccl_pool_release(int device, uint64_t number);

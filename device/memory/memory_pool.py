@@ -85,7 +85,8 @@ class MemoryPool:
 
     def hold(self, number: int) -> SegmentHold | None:
         """Keeps a segment's memory even if the library frees the segment. Returns None if the library has already freed
-        it."""
+        the segment.
+        """
         if not lib.proxyccl_pool_hold(self._device, number):
             return None
         return SegmentHold(_release, self._runtime, number)

@@ -26,8 +26,8 @@ uint64_t proxyccl_places_idle(ProxycclPlaces* places);
 /* Makes the places that are idle since free number `last` or earlier available again. The caller must have waited for
  * the device after free `last`. */
 void proxyccl_places_renew(ProxycclPlaces* places, uint64_t last);
-/* Closes the places if the library uses none of them. Returns whether they are closed. No thread may have chosen these
- * places. */
+/* Closes the places if the library uses none of them. Returns whether the places are closed. No thread may have chosen
+ * these places. */
 int proxyccl_places_close(ProxycclPlaces* places);
 
 /* The functions that the library calls, with the signatures of torch.cuda.memory.CUDAPluggableAllocator. */

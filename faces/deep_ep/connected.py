@@ -147,7 +147,7 @@ class Connected:
                 None waits for the current stream.
             used: the tensors and handles that the call uses, in nested tuples.
             names: DeepEP's names of a layer's arguments, for error messages.
-            apart: whether the call is asynchronous: the current stream does not wait for it.
+            apart: whether the call is asynchronous, so that the current stream does not wait for the call.
         """
         if apart is False and events.count(None) == len(events):
             try:

@@ -265,7 +265,7 @@ def _of_all_ranks(layer: EPAll2AllLayer, values: torch.Tensor) -> torch.Tensor:
 
 
 # Each of DeepEP's channels sends a consecutive share of a rank's tokens. Shares have the same size, except that the
-# last ones may be smaller or empty.
+# last shares may be smaller or empty.
 
 
 def _prefixes_of_channels(goes: torch.Tensor, channels: int) -> torch.Tensor:

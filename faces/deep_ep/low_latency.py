@@ -55,7 +55,7 @@ def dispatch(
     """
     try:
         key = options, x.shape[1], x.dtype, topk_idx.shape[1], topk_idx.dtype
-    except (AttributeError, IndexError, TypeError):  # an argument is not a tensor: raises the error
+    except (AttributeError, IndexError, TypeError):  # an argument is not a tensor, so this call raises the error
         return Dispatches(layers, options, x, topk_idx).make(x, topk_idx, stats, global_scale)
     form: Dispatches = layers.forms.get(key) or layers.add_form(key, Dispatches(layers, options, x, topk_idx))
     return form.make(x, topk_idx, stats, global_scale)

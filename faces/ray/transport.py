@@ -293,7 +293,7 @@ class ProxyCCLTransport(TensorTransportManager):
 
     def _remove_unused(self) -> None:
         """Removes peers that have ended, because their memory would stay mapped. If there are too many peers, also
-        removes the least recently used ones.
+        removes the least recently used peers.
         """
         with self._lock:
             active = {reading.peer for reading in self._readings}

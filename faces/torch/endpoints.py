@@ -107,7 +107,7 @@ class Endpoints:
         return made if made is not None else self._make(device, peer)
 
     def has_met(self, device: torch.device, peer: int | None) -> bool:
-        """Returns whether the communicator with a peer or, if `peer` is None, that of all ranks exists."""
+        """Returns whether the communicator with a peer exists or, if `peer` is None, the communicator of all ranks."""
         return (device.type, device.index, peer) in self._made
 
     def to_self(self, tensor: torch.Tensor, *, sends: bool) -> None:
@@ -237,7 +237,7 @@ class Endpoints:
         seconds: float,
     ) -> Communicator:
         """Makes a communicator of the bootstrap's ranks. If all of these ranks have the communicator of `whole`, splits
-        the new communicator from it; `members` are the ranks' numbers in `whole`.
+        the new communicator from that communicator; `members` are the ranks' numbers in `whole`.
         """
         splittable = None if whole is None else whole.made_of_all(device)
         with self.transferring(peer):

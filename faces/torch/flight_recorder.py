@@ -78,7 +78,7 @@ def _look(reported: weakref.WeakSet[Any]) -> None:
                 reported.add(group)
                 write_failure()
                 _logger.error("%s: %s", oldest, comm.group.failure.exception())
-        except Exception:  # the watchdog goes on with the other groups
+        except Exception:  # the watchdog continues with the other groups
             reported.add(group)
             _logger.exception("a process group is no longer watched")
 

@@ -68,7 +68,7 @@ class DeviceRuntimes:
     """The runtimes of a rank's GPUs. All of the rank's communicators share them, so that each kernel is loaded once.
 
     A driver may load a kernel only while the device is idle. So the kernel of transfers is loaded when the runtime is
-    opened. A later load could deadlock, if it waited for a running kernel whose peer waits for the transfer.
+    opened. A later load could deadlock: it might wait for a running kernel, whose peer waits for the transfer.
     """
 
     def __init__(self) -> None:

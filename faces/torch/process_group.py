@@ -322,9 +322,9 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
                     communicator.resume()
 
     def memory_stats(self) -> dict[str, int]:
-        """Returns the bytes of device memory of this group's communicators, by the names of NCCL's backend: "suspend"
-        is what `suspend` gives back, "persist" the rest, "total" their sum, and "suspended" is 1 after `suspend`, else
-        0.
+        """Returns the bytes of device memory of this group's communicators, under the names of NCCL's backend:
+        "suspend" is the memory that `suspend` frees, "persist" all other memory, "total" the sum of both; "suspended"
+        is 1 after `suspend`, else 0.
         """
         communicators = self.endpoints.in_order()
         blocks, short = (

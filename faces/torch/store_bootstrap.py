@@ -43,7 +43,7 @@ class StoreBootstrap(BoardBootstrap):
         try:
             return super().all_gather(data, timeout, give_up)
         except ClosedError:
-            give_up()  # may raise the caller's error, which states more exactly what was closed
+            give_up()  # may raise the caller's error, which names the closed object more precisely
             raise
         except DistError as error:
             give_up()
@@ -66,7 +66,9 @@ class StoreBootstrap(BoardBootstrap):
         return NoteBoard(_Notes(PrefixStore("board", self._store)), self.rank)
 
     def close(self) -> None:
-        """Ends the bootstrap's use, and drops its reference to the store, whose last reference closes it."""
+        """Ends the bootstrap's use, and drops its reference to the store. The store closes when its last reference is
+        dropped.
+        """
         self._open_store = None
 
     @property

@@ -139,7 +139,7 @@ class Reduction:
         return torch.mul(flat, factor if factor.is_floating_point() else factor.to(flat.dtype), out=into)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns a view of a contiguous tensor in one dimension, with the dtype as which the operator reads it."""
+        """Returns a one-dimensional view of a contiguous tensor, with the dtype that the operator reads."""
         return flat if self.view is None else flat.view(self.view)
 
 

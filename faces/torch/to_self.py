@@ -34,7 +34,7 @@ class ToSelf:
     def send(self, tensor: torch.Tensor, seconds: float) -> None:
         """Sends a tensor to this rank's next receive on the tensor's device. Makes the current stream wait for the
         copy. Raises ValueError if the matching receive's tensor has another size, and WaitTimeoutError if no receive
-        came in time.
+        was made within the time-out.
         """
         copied: Future[Any] = Future()
         self._offers_on(tensor.device).put((tensor, _event(tensor.device), copied))

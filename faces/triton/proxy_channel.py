@@ -372,7 +372,7 @@ def wait_flushed(channel, ticket):
 
 @jit
 def is_complete(channel, ticket):
-    """Returns whether the channel's operation with this ticket and all earlier ones are complete. Does not wait."""
+    """Returns whether the operation with this ticket and all earlier operations are complete. Does not wait."""
     _require(channel)
     return (ticket != u64(NO_TICKET)) & (load_acquire_system(pointer_at(channel, c.PROXY_COMPLETED_8)) > ticket)
 
@@ -389,7 +389,7 @@ def wait_complete(channel, ticket):
 
 @jit
 def wait(channel):
-    """Waits for the peer's next signal and consumes it. Then the data that the peer put before it may be read.
+    """Waits for the peer's next signal and consumes it. Then the data that the peer put before the signal may be read.
 
     Only one program at a time may wait on a channel. If two programs wait, the interpreter ends the communicator with a
     TriggerError; on a GPU nothing checks this.

@@ -49,7 +49,7 @@ def _semaphore(channel):
 
 @jit
 def _outgoing(channel):
-    # Returns pointers to the peer's count of this rank's signals, and to this rank's own count of them.
+    # Returns pointers to the peer's count of this rank's signals, and to this rank's count of its own signals.
     _require(channel)
     return pointer_at(channel, c.SM_SEMAPHORE_REMOTE_INBOUND_8), pointer_at(channel, c.SM_SEMAPHORE_OUTBOUND_8)
 
@@ -58,8 +58,9 @@ def _outgoing(channel):
 def remote(channel, dtype: tl.constexpr):
     """Returns a pointer of type `dtype` to the start of the peer's memory, for loads and stores.
 
-    Loads and stores through this pointer have no memory order; a later `sm_signal` tells the peer that they are done.
-    To be fast in inner loops, such loads and stores are not checked against the memory's size (`remote_bytes`).
+    Loads and stores through this pointer have no memory order; a later `sm_signal` tells the peer that these accesses
+    are done. To be fast in inner loops, such loads and stores are not checked against the memory's size
+    (`remote_bytes`).
     """
     _require(channel)
     return long_at(channel, c.SM_DST_8).to(tl.pointer_type(dtype))

@@ -1,7 +1,7 @@
 """A worker's links in the chain along which buckets are sent, from the trainer through all rollout workers.
 
-Each bucket is sent over each link once. A worker has memory for two buckets: it reads the next bucket into one, while
-the following worker and the worker's own model read from the other.
+Each bucket is sent over each link once. A worker has memory for two buckets: the worker reads the next bucket into one
+half, while the following worker and the worker's own model read from the other half.
 """
 
 from __future__ import annotations

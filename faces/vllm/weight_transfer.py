@@ -159,8 +159,8 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
     """The engine of a trainer, on each rank of torch's default process group.
 
     Workers read a parameter in place if its memory is the same in each update, and cast it to the declared type. The
-    engine copies other parameters, and those whose type can't be cast, into its own memory, which workers read. The
-    engine never writes to the trainer's memory.
+    engine copies other parameters, and parameters whose type can't be cast, into its own memory, which workers read.
+    The engine never writes to the trainer's memory.
     """
 
     init_info_cls = ProxyCCLTrainerInitInfo

@@ -78,7 +78,7 @@ class DaemonRemote:
 class DaemonClient(ProxyWords):
     """A rank's proxy in a daemon. See `ProxyService` for the methods, and for the arguments that are not listed. Raises
     ArgumentError if there are fewer rings than threads, or the daemon can't access the device, and
-    RuntimeUnavailableError if there is no daemon, or it does not accept this process.
+    RuntimeUnavailableError if there is no daemon, or the daemon does not accept this process.
 
     Args:
         runtime: the runtime of the rank's kernels.

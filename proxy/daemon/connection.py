@@ -132,8 +132,8 @@ def prepare_device(connection: socket.socket, timeout: float, runtime: str, devi
 
 class DaemonConnection:
     """Sends requests to a daemon: one at a time, from any thread. A separate thread reads the daemon's messages. Raises
-    RuntimeUnavailableError if there is no daemon, or it does not accept this process, and ResourceError if there are
-    too few descriptors, or there is no memory for a thread.
+    RuntimeUnavailableError if there is no daemon, or the daemon does not accept this process, and ResourceError if
+    there are too few descriptors, or there is no memory for a thread.
 
     Args:
         timeout: returns the seconds that the daemon may take for an answer, in addition to the time that the request
@@ -179,7 +179,7 @@ class DaemonConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the daemon takes requests: it is not lost, and this process has not closed the connection."""
+        """Whether the daemon is not lost, and this process has not closed the connection."""
         return not self.is_closed and not self._lost
 
     def ask(self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -65,7 +65,7 @@ def introduce(address: str, timeout: float) -> tuple[socket.socket, HelloAnswer]
     Raises:
         RuntimeUnavailableError: the daemon does not accept this process.
         ResourceError: there are too few descriptors.
-        OSError, ProtocolError: no daemon is running, or it does not answer.
+        OSError, ProtocolError: no daemon is running, or the daemon does not answer.
     """
     with naming_exhaustion("a connection to the node daemon"):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

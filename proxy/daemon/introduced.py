@@ -27,8 +27,8 @@ _offered: dict[Path, forks.Process] = {}
 
 def offer(path: Path, timeout: float) -> None:
     """Offers this process to the daemon at a path. Afterwards the daemon connects other processes to this process, and
-    this process to other processes. Raises RuntimeUnavailableError if no such daemon is running, or it does not accept
-    this process, and ResourceError if there are too few descriptors or threads.
+    this process to other processes. Raises RuntimeUnavailableError if no such daemon is running, or the daemon does not
+    accept this process, and ResourceError if there are too few descriptors or threads.
     """
     with _lock:
         process = _offered.get(path)
@@ -48,7 +48,9 @@ def offer(path: Path, timeout: float) -> None:
 
 
 def reach_through(path: Path) -> None:
-    """If a daemon listens at a path, lets this process reach, through it, processes that it can't reach directly."""
+    """If a daemon listens at a path, lets this process reach, through the daemon, processes that this process can't
+    reach directly.
+    """
     sockets.add_broker(f"{DAEMON} at {path}", lambda token, seconds: _reach(path, token, seconds))
 
 

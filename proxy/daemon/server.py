@@ -76,7 +76,9 @@ class Attendance:
         return list(self._pids)
 
     def came(self, pid: int) -> int | None:
-        """Records a process. Returns its new pidfd; None if it has one, has ended, or is in another PID namespace."""
+        """Records a process. Returns the new pidfd of the process; None if the process already has a pidfd, has ended,
+        or is in another PID namespace.
+        """
         self._anybody_came = True
         return self._add(pid)
 
@@ -175,7 +177,7 @@ class Daemon(contextlib.AbstractContextManager["Daemon"]):
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # a full pipe: `serve` is awake
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so `serve` will wake anyway
             os.write(self.wake_descriptor, b"x")
 
     def serve(self) -> None:
@@ -333,7 +335,7 @@ def _open_runtime(name: str, device_id: str) -> Runtime:
 
 
 def raise_descriptor_limit() -> None:
-    """Raises the limit of open descriptors as far as allowed, because each client's memory takes several of them."""
+    """Raises the limit of open descriptors to its maximum, because each client's memory takes several descriptors."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,7 +1,7 @@
 """Serves one client's connection in the daemon.
 
-The daemon trusts a client's user but not the client's messages: a client can name only objects that the daemon has
-given it (`SessionService`), and an error ends only that client's session.
+The daemon trusts a client's user but not the client's messages: a client can name only objects that the daemon has made
+for this client (`SessionService`), and an error ends only this client's session.
 """
 
 from __future__ import annotations

@@ -72,10 +72,10 @@ class ServiceOptions(Message, frozen=True):
 class SessionService:
     """A client's service with its memories, channels, schedules and remote links.
 
-    A client may name only objects that the daemon has given it: a method raises ProtocolError for any other object. A
-    method that changes a table pauses the workers, because a trigger may name any id at any time. The client's remote
-    links have their own device context, so no other client can use the client's keys. Raises ArgumentError if a
-    descriptor is not memory of the required size.
+    A client may name only objects that the daemon has made for this client: a method raises ProtocolError for any other
+    object. A method that changes a table pauses the workers, because a trigger may name any id at any time. The
+    client's remote links have their own device context, so no other client can use the client's keys. Raises
+    ArgumentError if a descriptor is not memory of the required size.
 
     Args:
         options: the client's options.

@@ -107,7 +107,7 @@ static ALWAYS_INLINE ProxycclOutcome find_route(ProxycclService *service, Proxyc
 }
 
 /* Starts timing a flush that is not complete yet, unless the connection is timing another flush. A flush that is
- * complete at once is not timed, because reading the clock would take longer than the flush. */
+ * complete immediately is not timed, because reading the clock would take longer than the flush. */
 static void time_flush(ProxycclWorker *worker, const Channel *channel, uint64_t awaited, ProxycclCounters *counters) {
   TimedFlush *timed = &worker->timed[channel->connection->number];
   if (timed->flushed == NULL) *timed = (TimedFlush){channel->flushed, awaited, now_ns(), counters};
@@ -249,7 +249,8 @@ static __attribute__((noinline)) ProxycclOutcome visit_traced(ProxycclWorker *wo
     now = end;
     if (result != CONTINUE || taken < limit || taken == left) break;
   }
-  if (trace->next == begin + 1) trace->next = begin; /* no trigger was taken, so this removes the mark */
+  if (trace->next == begin + 1)
+    trace->next = begin; /* removes the mark PROXYCCL_MARK_SEEN, because no trigger was taken */
   trace_publish(trace, worker->stats);
   return result;
 }

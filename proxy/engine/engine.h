@@ -46,7 +46,7 @@ typedef struct ProxycclSharedWords {
   ProxycclScheduleWords schedule;
 } ProxycclSharedWords;
 
-enum { PROXYCCL_MAX_RINGS = 64 }; /* most rings of one worker */
+enum { PROXYCCL_MAX_RINGS = 64 }; /* maximum number of rings of one worker */
 
 typedef struct ProxycclExitInfo {
   ProxycclWorker *worker;
@@ -85,8 +85,8 @@ int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t
 /* Reads, with acquire order, a word that a peer's proxy signals: data that was put before the signal is visible. */
 uint64_t proxyccl_word_acquire(const uint64_t *word);
 
-/* Lets streams start schedules. Call it before workers run. `semaphores` has this rank's words that peers signal,
- * indexed by channel id. */
+/* Lets streams start schedules. Call this function before workers run. `semaphores` has this rank's words that peers
+ * signal, indexed by channel id. */
 void proxyccl_service_set_schedule_words(ProxycclService *service, ProxycclScheduleWords *words,
                                          const uint64_t *semaphores);
 /* After a failure, sets `words` so that streams stop waiting for schedules. `words` may be NULL. */
@@ -106,7 +106,7 @@ void proxyccl_worker_destroy(ProxycclWorker *worker);
 int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2);
 int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *connection);
 /* Sets the function that makes the worker's device current (cuCtxSetCurrent, hipSetDevice). If a thread runs workers of
- * several devices, each worker needs this function. Call it before the worker runs. */
+ * several devices, each worker needs this function. Call this function before the worker runs. */
 void proxyccl_worker_set_context(ProxycclWorker *worker, int (*make_current)(uintptr_t context), uintptr_t context);
 /* Ends the worker once its rings are empty and nothing is outstanding. Any thread may call this function. */
 void proxyccl_worker_stop(ProxycclWorker *worker);
@@ -123,8 +123,8 @@ uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
 uint32_t proxyccl_worker_pause(ProxycclWorker *worker);
 uint32_t proxyccl_worker_paused(const ProxycclWorker *worker);
 void proxyccl_worker_resume(ProxycclWorker *worker);
-/* Removes the trigger that PROXYCCL_EXIT_HANDLER reported from the ring. Call it after the handler and before the
- * thread runs again. */
+/* Removes the trigger that PROXYCCL_EXIT_HANDLER reported from the ring. Call this function after the handler and
+ * before the thread runs again. */
 void proxyccl_worker_handled(ProxycclWorker *worker);
 
 /* Creates a thread. `asleep` is a zeroed word that threads of this and other processes use to wake the thread
@@ -137,9 +137,9 @@ void proxyccl_thread_set_idle(ProxycclThread *thread, const ProxycclIdlePolicy *
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
 /* Runs the thread's workers in a loop until one of them exits or needs a handler. The caller must not hold the GIL. */
 ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
-/* Lets other threads run this thread's workers (proxyccl_thread_help). Call it before the thread runs. This function
- * calls `add`, which announces the thread to helpers; proxyccl_thread_destroy calls `remove`, which must return only
- * when no helper is running the thread's workers. */
+/* Lets other threads run this thread's workers (proxyccl_thread_help). Call this function before the thread runs. This
+ * function calls `add`, which announces the thread to helpers; proxyccl_thread_destroy calls `remove`, which must
+ * return only when no helper is running the thread's workers. */
 void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread, int waits), void *thread),
                                void (*remove)(void *thread));
 /* Runs each of the thread's workers once, unless another thread is running them. If `waits` is 0, runs the workers only

@@ -18,14 +18,14 @@ typedef struct ProxycclFabricOffer {
   const void *source; /* the endpoint's own address, which has `source_bytes` bytes; NULL if not known yet */
   uint32_t source_bytes, address_format;
   uint32_t ordered;       /* 1 if writes reach the peer's memory in the order of their posts */
-  uint32_t parts;         /* most memory ranges of one write, local and remote each */
+  uint32_t parts;         /* maximum number of memory ranges of one write, local and remote each */
   uint32_t reads;         /* 1 if the endpoint also supports reads */
   uint32_t remote;        /* 1 if the endpoint can reach other hosts */
   uint32_t device_memory; /* 1 if GPU memory can be registered, provided that the library supports the GPUs */
   uint32_t virtual_keys;  /* 1 if peers address registered memory by virtual addresses, 0 if by offsets */
   uint32_t provider_keys; /* 1 if the provider chooses the keys of memory, 0 if the caller chooses them */
   uint32_t key_bytes;
-  uint32_t depth; /* most writes that may be outstanding */
+  uint32_t depth; /* maximum number of writes that may be outstanding */
   uint64_t max_message;
   uint64_t bits_per_second; /* the link's rate; 0 if not known */
 } ProxycclFabricOffer;
@@ -36,7 +36,7 @@ typedef struct ProxycclFabricOffer {
 typedef struct ProxycclFabricOffers ProxycclFabricOffers;
 int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t reads,
                            uint32_t device_memory, ProxycclFabricOffers **offers);
-/* Stores offer `number`, counted from 0, in *offer. Returns 1, or 0 if there is no such offer. */
+/* Stores offer `number`, counted from 0, in *offer. Returns 1, or 0 if no offer matches. */
 int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer);
 void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers);
 

@@ -15,7 +15,7 @@
 
 #include "fabric_transport.h"
 
-enum { COMPLETIONS = 16 }; /* most completions that one call reads */
+enum { COMPLETIONS = 16 }; /* maximum number of completions that one call reads */
 
 /* The memory of a request. Each part is a range of local memory and an equally long range of the peer's memory. */
 typedef struct {

@@ -56,7 +56,7 @@ struct FabricConnection {
   ProxycclFabricOptions options;
   struct fid_ep *endpoint;
   struct fid_cq *completions;
-  uint32_t run;   /* most successive requests without a completion */
+  uint32_t run;   /* maximum number of successive requests without a completion */
   uint32_t quiet; /* number of requests since the last request with a completion */
   uint64_t made, posted, retired;
   uint64_t quiet_since; /* time when the last request without a completion was posted */

@@ -12,9 +12,9 @@ enum { PROXYCCL_FABRIC_FAILED = 1 << 20, PROXYCCL_FABRIC_NO_READS = (2 << 20) - 
 
 enum {
   PROXYCCL_FABRIC_REQUEST_BYTES = 128, /* bytes per request in the memory `requests` */
-  PROXYCCL_FABRIC_MOST_DEPTH = 4096,   /* most requests that a connection may have outstanding */
+  PROXYCCL_FABRIC_MOST_DEPTH = 4096,   /* maximum number of requests that a connection may have outstanding */
   PROXYCCL_FABRIC_LOCAL_KEYS = 4096,   /* number of local keys of a rank */
-  PROXYCCL_FABRIC_PARTS = 2,           /* most parts of a write: data and a signal */
+  PROXYCCL_FABRIC_PARTS = 2,           /* maximum number of parts of a write: data and a signal */
   PROXYCCL_FABRIC_ERROR_TEXT = 128     /* bytes of a provider's error message */
 };
 
@@ -22,12 +22,12 @@ typedef struct ProxycclFabricOptions {
   uintptr_t endpoint;   /* fid_ep *, enabled */
   uintptr_t queue;      /* an enabled fid_cq *; one poll takes the completions of all connections of the endpoint */
   uint64_t peer;        /* the peer's fi_addr_t */
-  uint32_t depth;       /* most requests outstanding */
+  uint32_t depth;       /* maximum number of outstanding requests */
   uint32_t ordered;     /* 1 if writes reach the peer's memory in order; if 0, a signal waits for earlier writes */
   uint32_t joined;      /* 1 if the bytes within one write also arrive in order, so that a signal may be a write's last
 part */
   uint32_t reads;       /* 1 if the endpoint supports reads */
-  uint64_t max_message; /* most bytes of one request */
+  uint64_t max_message; /* maximum number of bytes of one request */
   uint64_t signal_key;  /* key of the memory with the peer's semaphore words */
   uintptr_t requests;   /* registered memory of `depth` * PROXYCCL_FABRIC_REQUEST_BYTES bytes, aligned to 8 bytes; freed
                            only after the endpoint */

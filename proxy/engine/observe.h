@@ -14,7 +14,7 @@ enum {
                                   it */
   PROXYCCL_MAX_CONNECTIONS = 1024,
   PROXYCCL_TRACE_RECORDS = 1 << 16, /* number of records kept per worker */
-  PROXYCCL_TRACE_UNPUBLISHED = 2048 /* most records that a worker writes between two stores to `traced` */
+  PROXYCCL_TRACE_UNPUBLISHED = 2048 /* maximum number of records that a worker writes between two stores to `traced` */
 };
 
 /* A channel's worker, ring and connection. */

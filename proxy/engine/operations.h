@@ -9,9 +9,9 @@
 #include "transport.h"
 
 enum {
-  OPERATIONS = 256, /* most operations in a queue; a power of two */
-  PER_TRIGGER = 3,  /* most operations of a trigger: a put or get, a signal and a flush */
-  FLUSHES = 256     /* most flushes in a queue; a power of two */
+  OPERATIONS = 256, /* maximum number of operations in a queue; a power of two */
+  PER_TRIGGER = 3,  /* maximum number of operations of a trigger: a put or get, a signal and a flush */
+  FLUSHES = 256     /* maximum number of flushes in a queue; a power of two */
 };
 
 typedef enum { PUT, GET, VALUE, SIGNAL, FLUSH, RELEASE } OperationKind; /* only staged transports use RELEASE */

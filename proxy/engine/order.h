@@ -50,7 +50,7 @@ static inline int failure_is_told(const ProxycclControl *control) {
 
 /* -- locks: the value is 1 while a thread holds the lock --- */
 
-/* Pairings turn and wire-turn, acquire: the thread sees what the last holder of the lock did. Returns 1 if the caller
+/* Pairings turn and wire-turn, acquire: the thread sees the writes of the lock's last holder. Returns 1 if the caller
  * took the lock, or 0 if another thread holds the lock. */
 static inline int turn_taken(int *turn) { return __atomic_exchange_n(turn, 1, __ATOMIC_ACQUIRE) == 0; }
 

@@ -10,7 +10,7 @@
 enum {
   POLLS_PER_CLOCK = 16,    /* in a schedule without progress, number of polls between two readings of the clock */
   OFFSET_BITS = 32,        /* number of bits of a post's offset */
-  MOST_RECEIVES = 1 << 30, /* most receives of a stage */
+  MOST_RECEIVES = 1 << 30, /* maximum number of receives of a stage */
   SEQUENCE_SHIFT = OFFSET_BITS + PROXYCCL_MEMORY_BITS,
   SHOWN_AFTER_NS = 1000000 /* after this time without progress, the wait is published for observers */
 };
@@ -492,8 +492,8 @@ static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *st
 }
 
 /* Records an issued send; `seen_ns` is the time when the worker found that the send may start. Returns the present
- * time. Publishes each record immediately, because a schedule may issue more sends at once than the number of records
- * that may stay unpublished. */
+ * time. Publishes each record immediately, because a schedule may issue more sends in one poll than the number of
+ * records that may stay unpublished. */
 static uint64_t trace_send(ProxycclWorker *worker, const Step *step, uint64_t seen_ns) {
   Trace *trace = &worker->trace;
   trace_begin();

@@ -16,7 +16,7 @@
 enum {
   PROXYCCL_MAX_SCHEDULES = 65536, /* schedules are numbered from 1; this is one more than the largest number */
   PROXYCCL_SCHEDULE_STAGES = 16,
-  PROXYCCL_MAX_WORKERS = 64 /* most workers of a service that has schedules */
+  PROXYCCL_MAX_WORKERS = 64 /* maximum number of workers of a service that has schedules */
 };
 
 /* The turn count of a worker that has ended. */

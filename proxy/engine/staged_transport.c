@@ -111,7 +111,7 @@ enum {
                              bytes */
   SHORTEST_PIECE = 65536, /* bytes of the shortest part into which a put is cut to use several wires */
   RESTED_NS = 500000,     /* if the last long put began this long ago, the wires' threads may be asleep */
-  MOST_PARTS = 8,         /* most parts into which a put is cut */
+  MOST_PARTS = 8,         /* maximum number of parts into which a put is cut */
   FILLED_PART = 256,      /* if less than 1/256 of the ring is left before its end, this space is not used for a short
                              piece */
   LOOKS_AT_ALL = 64,      /* once in this many polls, the worker polls all wires that no awake thread serves, because
@@ -162,7 +162,7 @@ struct StagedConnection {
   uint64_t freed_by[PROXYCCL_STAGED_WIRES];
   uint32_t next_wire; /* wire of the next message */
   Header *last;       /* header of the last message written to the ring */
-  uint64_t piece;     /* most bytes per message of the put in progress; 0 if no put is in progress */
+  uint64_t piece;     /* maximum number of bytes per message of the put in progress; 0 if no put is in progress */
   int rewinds;        /* whether the message after the put in progress uses the first wire */
   uint64_t put_ns;    /* when the last long put began */
   int has_copied;     /* whether the CPU has copied a long piece since the last poll */
@@ -313,7 +313,7 @@ static int alert_after_rest(StagedConnection *self, uint64_t bytes, uint64_t par
   Wire *wire = &self->wires[self->next_wire];
   Header *header = open_message(self, 0);
   uint32_t progress = 0;
-  if (header == NULL) return 0; /* if the ring is full, the threads are awake already */
+  if (header == NULL) return 0; /* the ring is full, so the threads are awake without an alert */
   header->flags = ALERTS;
   header->address = parts;
   const int status = mark(self->out, &self->words->copied.count, self->made, &self->marked);

@@ -29,11 +29,13 @@ typedef enum ProxycclStagedRefusal {
 } ProxycclStagedRefusal;
 
 enum {
-  PROXYCCL_STAGED_WRITE_TARGETS = 4096, /* most memory ranges that a rank offers to peers for writing and reading */
-  PROXYCCL_STAGED_GETS = 64,            /* most incomplete gets of a rank; a power of two */
-  PROXYCCL_STAGED_MESSAGES = 256,       /* most messages of a rank without a credit from the peer; a power of two */
-  PROXYCCL_STAGED_ALIGN = 64,           /* alignment of messages in a ring, and of a ring's length */
-  PROXYCCL_STAGED_WIRES = 16,           /* most wires that a connection may have */
+  PROXYCCL_STAGED_WRITE_TARGETS =
+      4096,                  /* maximum number of memory ranges that a rank offers to peers for writing and reading */
+  PROXYCCL_STAGED_GETS = 64, /* maximum number of incomplete gets of a rank; a power of two */
+  PROXYCCL_STAGED_MESSAGES =
+      256,                    /* maximum number of messages of a rank without a credit from the peer; a power of two */
+  PROXYCCL_STAGED_ALIGN = 64, /* alignment of messages in a ring, and of a ring's length */
+  PROXYCCL_STAGED_WIRES = 16, /* maximum number of wires that a connection may have */
   PROXYCCL_STAGED_WORDS_BYTES = 2432
 };
 
@@ -65,7 +67,7 @@ typedef struct ProxycclStagedOptions {
                             two rings */
   uintptr_t device_area; /* the address of the area in the runtime's copies */
   uint64_t ring_bytes;   /* bytes of a ring, the same on both ranks; a multiple of PROXYCCL_STAGED_ALIGN */
-  uint64_t chunk_bytes;  /* most bytes of a put in one message */
+  uint64_t chunk_bytes;  /* maximum number of bytes of a put in one message */
   const ProxycclRemoteWriteTarget *write_targets; /* PROXYCCL_STAGED_WRITE_TARGETS of them */
   uint64_t signals, signals_bytes;                /* local memory with the words that the peer may signal */
   ProxycclCopyOptions copy_out, copy_in;          /* the streams for copies into the area, and for copies out of it */

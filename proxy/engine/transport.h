@@ -33,7 +33,7 @@ typedef struct ProxycclPut {
   uint64_t bytes;
 } ProxycclPut;
 
-enum { PROXYCCL_MOST_PUTS = 32 }; /* most puts that one put_many makes */
+enum { PROXYCCL_MOST_PUTS = 32 }; /* maximum number of puts that one put_many makes */
 
 typedef struct ProxycclTransport {
   const char *name;
@@ -74,7 +74,7 @@ typedef struct ProxycclTransport {
   const char *(*error_text)(const ProxycclConnection *self);
   /* Returns 1 if nothing is outstanding. */
   int (*idle)(const ProxycclConnection *self);
-  /* Frees the connection and what it owns. The pointer is NULL if the connection owns nothing. */
+  /* Frees the connection and its resources. The pointer is NULL if the connection owns nothing. */
   void (*destroy)(ProxycclConnection *self);
 } ProxycclTransport;
 
@@ -89,7 +89,7 @@ struct ProxycclConnection {
   const ProxycclTransport *transport;
   ProxycclProgress progress;
   struct Channel *unfinished; /* the engine's list of channels with triggers that are not known to be complete */
-  uint32_t most_puts;         /* most puts that a put_many of this connection makes; 0 without put_many */
+  uint32_t most_puts;         /* maximum number of puts that a put_many of this connection makes; 0 without put_many */
   uint32_t number;            /* the connection's number in its worker */
   uint32_t worker;            /* the worker's number in its service */
 };

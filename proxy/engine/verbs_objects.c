@@ -1,5 +1,5 @@
-/* An ibv_qp * is accepted if the struct at this address has the expected queue pair number, and if the contexts of its
- * domain and of its completion queues equal its own context. */
+/* An ibv_qp * is accepted if the struct at this address has the expected queue pair number, and if the queue pair, its
+ * protection domain and its completion queues have the same context. */
 #define _GNU_SOURCE
 #include "verbs_objects.h"
 

@@ -18,7 +18,7 @@
 
 enum {
   CHAIN = PROXYCCL_VERBS_CHAIN,
-  COMPLETIONS = 16 /* most completions that one call reads */
+  COMPLETIONS = 16 /* maximum number of completions that one call reads */
 };
 
 _Static_assert((int)OPERATIONS == (int)PROXYCCL_VERBS_OPERATIONS, "the length of the queue that the header tells");
@@ -27,8 +27,8 @@ typedef struct {
   QueuedConnection queue;
   ProxycclVerbsOptions options;
   struct ibv_qp *qp;
-  uint32_t depth;         /* most requests outstanding */
-  uint32_t chain_limit;   /* most requests in a chain */
+  uint32_t depth;         /* maximum number of outstanding requests */
+  uint32_t chain_limit;   /* maximum number of requests in a chain */
   uint32_t chained;       /* number of requests in the chain, which are not posted yet */
   uint64_t chained_bytes; /* bytes of the puts and gets in the chain */
   int reading;            /* whether the last request was a read */

@@ -21,8 +21,8 @@ enum {
 };
 
 enum {
-  PROXYCCL_VERBS_OPERATIONS = 256, /* most operations that wait for a connection's send queue */
-  PROXYCCL_VERBS_CHAIN = 32,       /* most work requests posted with one call */
+  PROXYCCL_VERBS_OPERATIONS = 256, /* maximum number of operations that wait for a connection's send queue */
+  PROXYCCL_VERBS_CHAIN = 32,       /* maximum number of work requests posted with one call */
   /* A chain with this many bytes is posted without waiting for more requests, because the chain's transfer takes much
    * longer than the call. */
   PROXYCCL_VERBS_CHAIN_BYTES = 16 << 10
@@ -36,7 +36,7 @@ typedef struct ProxycclVerbsOptions {
                            queue. */
   uint32_t send_depth;  /* work requests that the queue pair's send queue can hold */
   uint32_t cq_depth;    /* completions that the queue pair's send completion queue can hold */
-  uint32_t max_message; /* most bytes of one request */
+  uint32_t max_message; /* maximum number of bytes of one request */
   uint32_t reads;  /* most RDMA reads that the queue pair may have outstanding; 0 if the queue pair supports no reads */
   uint32_t signal; /* ProxycclVerbsSignal */
   uint32_t signal_rkey;  /* rkey of the memory with the peer's semaphore words */

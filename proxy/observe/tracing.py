@@ -180,7 +180,7 @@ class TraceDecoder:
 class Allowance:
     """The number of triggers that several tracers may still keep. Tracers with a common `Allowance` stop keeping
     triggers at about the same moment. `triggers` is the number of triggers to keep. Further triggers are kept if they
-    share a clock reading with the last of the kept triggers.
+    share a clock reading with the last kept trigger.
     """
 
     def __init__(self, triggers: int) -> None:

@@ -12,8 +12,8 @@
 
 enum {
   PROXYCCL_ANNOUNCEMENTS = 512,
-  PROXYCCL_ANNOUNCED_HANDLE_BYTES = 244, /* most bytes of a handle */
-  PROXYCCL_ANNOUNCEMENT_PEERS = 72       /* most ranks of a host */
+  PROXYCCL_ANNOUNCED_HANDLE_BYTES = 244, /* maximum number of bytes of a handle */
+  PROXYCCL_ANNOUNCEMENT_PEERS = 72       /* maximum number of ranks of a host */
 };
 
 /* The address in a reply if the peer's kernels can't access the memory. */

@@ -24,7 +24,7 @@ enum { PROXYCCL_CALL_KINDS = 64 };
 /* The number of calls whose choices are kept (proxyccl_calls_choose). Drivers' queues are shorter, so no rank is this
  * many calls ahead of another rank. */
 enum { PROXYCCL_CALL_CHOICES = 1024 };
-enum { PROXYCCL_CALL_WAYS = 4 }; /* most implementations of a call; all ranks must choose the same implementation */
+enum { PROXYCCL_CALL_WAYS = 4 }; /* maximum number of a call's implementations; all ranks must choose the same */
 
 /* The fields of a call, which must be equal on all ranks. channels/segment/calls.py names them. */
 typedef struct ProxycclCall {

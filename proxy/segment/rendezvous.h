@@ -8,9 +8,9 @@
 #include <stdint.h>
 
 enum {
-  PROXYCCL_MAILBOX_BYTES = 8192,   /* most bytes of a part of a message */
-  PROXYCCL_INVITATIONS = 96,       /* most of one rank, which are for new groups, notes and answers */
-  PROXYCCL_INVITATION_BYTES = 244, /* most bytes of a handle */
+  PROXYCCL_MAILBOX_BYTES = 8192,   /* maximum number of bytes of a part of a message */
+  PROXYCCL_INVITATIONS = 96,       /* maximum number of one rank's invitations, for new groups, notes and answers */
+  PROXYCCL_INVITATION_BYTES = 244, /* maximum number of bytes of a handle */
   PROXYCCL_DECISIONS = 80
 };
 

@@ -97,7 +97,7 @@ class RailWatch:
         return state
 
     def _look(self, each: _Watched) -> bool:
-        """Stops a failed rail's queue pair if the engine asks for it. Returns whether it may be connected again."""
+        """Stops a failed rail's queue pair if the engine asks. Returns whether the rail may be connected again."""
         state = self._state(each)
         was_down, each.is_down = each.is_down, state.down > 0
         each.stats.rails_up = len(each.rails) - each.is_down

@@ -111,7 +111,7 @@ class StagedEndpoint:
         registrars: for each wire, the cache with which the staging area is registered.
         make_wires: makes the wires, in the order of `registrars`.
         ring_bytes: bytes of each of this rank's two rings.
-        chunk_bytes: most bytes of a put in one message.
+        chunk_bytes: maximum number of bytes of a put in one message.
         credits_tell: whether the peer's credit for a message implies that the message's write is complete on its wire.
 
     Raises:

@@ -79,9 +79,8 @@ def _status_text(status: int) -> str:
 
 def _recovery_limit(options: RdmaOptions) -> int:
     """Returns the longest time, in ns, that the recovery from a rail's failure may take without progress: the time
-    after which an adapter reports that a request is not acknowledged, because the other rail may fail meanwhile, and
-    `_PEER_SECONDS` for the peer. By the specification of InfiniBand, an adapter sends a request again after at most
-    four times its time-out.
+    after which the other rail's adapter would report a failure, plus `_PEER_SECONDS` for the peer. By the specification
+    of InfiniBand, an adapter sends a request again after at most four times its time-out.
     """
     return 4 * (4096 << options.timeout) * (options.retry_count + 1) + _PEER_SECONDS * 10**9
 
@@ -111,7 +110,7 @@ class _Endpoint:
         )
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
-        """Implements `TransportEndpoint.connect`. The two ranks use as many rails as both have."""
+        """Implements `TransportEndpoint.connect`. The two ranks use the smaller of their numbers of rails."""
         require_unstaged(theirs)
         options = []
         ends = theirs.wires()

@@ -54,7 +54,7 @@ class RdmaPort:
         netdev: name of the port's network interface; None if the port has no interface.
         gids: the port's GIDs, by index.
         active_mtu: the link's MTU, in bytes (from pyverbs).
-        max_message: most bytes of one work request (from pyverbs).
+        max_message: maximum number of bytes of one work request (from pyverbs).
     """
 
     number: int
@@ -94,11 +94,11 @@ class RdmaDevice:
         numa_node: the NUMA node that the device is attached to; None if unknown.
         ports: the device's ports, by number.
         atomics: whether the device supports fetch-and-add on a peer's memory (from pyverbs).
-        max_queue_pairs: most queue pairs on the device (from pyverbs).
-        max_work_requests: most work requests in one queue (from pyverbs).
-        max_completions: most completions in one completion queue (from pyverbs).
-        max_registrations: most memory registrations on the device (from pyverbs).
-        max_registered_bytes: most bytes in one registration (from pyverbs).
+        max_queue_pairs: maximum number of queue pairs on the device (from pyverbs).
+        max_work_requests: maximum number of work requests in one queue (from pyverbs).
+        max_completions: maximum number of completions in one completion queue (from pyverbs).
+        max_registrations: maximum number of memory registrations on the device (from pyverbs).
+        max_registered_bytes: maximum number of bytes in one registration (from pyverbs).
         problem: the reason why pyverbs can't open the device; "" if pyverbs can open the device, or is missing.
         pci_path: the names of the PCI bridges from the host bridge to the device, and of the device; () if the device
             is not a PCI device.
@@ -288,8 +288,8 @@ def placed_ports(ports: Iterable[DevicePort], near: Place = NOWHERE, root: Path 
     """Sorts `active_ports`: the nearest first, and of equally near ports the fastest first.
 
     Of InfiniBand and RoCE ports, only the ports of one kind are returned, because ports of different kinds can't be
-    connected. This kind is the one whose ports have the higher total rate, so that all hosts with the same adapters use
-    the same kind.
+    connected. The chosen kind is the kind whose ports have the higher total rate, so that all hosts with the same
+    adapters use the same kind.
     """
     nearness = NearnessTo(near, root)
     found = [PlacedPort(nearness(device.pci_path, device.numa_node), device, port) for device, port in ports]

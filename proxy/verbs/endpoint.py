@@ -50,7 +50,7 @@ class VerbsDevice:
         pd: the protection domain, a pyverbs object.
         access: libibverbs' access flags for memory that is registered with the device.
         mtu: the largest path MTU that endpoints may use, in bytes.
-        max_message: most bytes of one work request.
+        max_message: maximum number of bytes of one work request.
         reads: number of a peer's reads and atomics that the device executes at a time; 0 if the device supports no
             reads.
         atomics: number of a peer's atomics that the device executes at a time; 0 if the device supports no atomics.
@@ -287,8 +287,8 @@ class Endpoint:
 
     def reconnect(self, failure: int) -> bool:
         """Resets the queue pair, discards its completions, and connects it to the peer again. Nothing else may use the
-        queue pair meanwhile. Both ranks must do so after the same failure, so that both derive the same packet sequence
-        numbers, which differ from those of the requests before the failure.
+        queue pair meanwhile. Both ranks must reconnect after the same failure, so that both compute the same packet
+        sequence numbers, which differ from those of the requests before the failure.
 
         Args:
             failure: number of the failure, from 1.
@@ -311,7 +311,7 @@ class Endpoint:
             while self._cq.poll(self.send_depth)[0]:
                 pass
             self._to_ready(self.peer, failure, gid_index)
-        except (self._api.PyverbsError, OSError):  # OSError: sysfs loses the device's files meanwhile
+        except (self._api.PyverbsError, OSError):  # OSError: the device was removed, with its files in sysfs
             return False
         return True
 

@@ -61,7 +61,7 @@ PROCESSES = processes(3)
 SURVIVORS = [rank for rank in range(PROCESSES) if rank != VICTIM]
 
 
-caught = functools.partial(hanging.caught, within=TIMEOUT / 2)  # the failure ends the wait before the time-out could
+caught = functools.partial(hanging.caught, within=TIMEOUT / 2)  # the failure must end the wait before the time-out does
 
 
 def ones(comm: Communicator) -> Any:

@@ -20,8 +20,8 @@ RANKS = 4
 
 
 class Context:
-    """A `RemoteContext` that records for which peers it makes endpoints. All peers except the last share one endpoint,
-    as peers do under libfabric.
+    """A `RemoteContext` that records the peers for which it makes endpoints. All peers except the last share one
+    endpoint, as peers do under libfabric.
     """
 
     def __init__(self, rank: int) -> None:

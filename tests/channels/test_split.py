@@ -1,4 +1,4 @@
-"""`split`: a part's members, what a part shares with the whole communicator, and the order of closing them."""
+"""`split`: a part's members, the resources that a part shares with the whole communicator, and the order of closing."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_parts_are_made_at_once_and_of_parts() -> None:
         alone = half.split([half.rank])
         pair = half.split([1, 0], timeout=7)
         assert pair.timeout == 7
-        assert alone.group.links.host_ranks == 4  # the number of ranks of the host, not of the part
+        assert alone.group.links.host_ranks == 4  # the number of ranks on the host, not the number of ranks in the part
         assert (total(alone, 3), total(pair, comm.rank), total(again, 1)) == (3, 1 if comm.rank < 2 else 5, 2)
         array = half.empty(4).fill(1)
         half.register(array)

@@ -715,7 +715,7 @@ BROKEN = [
         changed("gpus.1.channels.0.channel_type", "switch"),
         "a channel of type 'switch' needs a switch",
     ),
-    (changed("gpus.1.channels", []), PLACE + r"1 \(signal\): memory channel 0 of the rank; it has 0"),
+    (changed("gpus.1.channels", []), PLACE + r"1 \(signal\): memory channel 0 of the rank; the rank has 0"),
     (changed("gpus.0.channels", []), "rank 0, threadblock 0, operation 1"),
     *(
         (changed(f"{OPS}.4", {"name": name, **more}), PLACE + rf"4 \({name}\): {name} needs a switch that multicasts")
@@ -733,14 +733,14 @@ BROKEN = [
     (changed(f"{OPS}.4.ops", [NOP]), "only a pipeline contains operations"),
     (changed(f"{OPS}.4.src_buff", []), "src_buff has 0 entries"),
     (changed(f"{OPS}.4.src_buff.0.index", 1), PLACE + r"4 \(copy\): src_buff\[0\]: chunks 1 to 1 of rank 1's input"),
-    (changed(f"{OPS}.4.src_buff.0.type", None), r"src_buff\[0\]: expected type alone"),
+    (changed(f"{OPS}.4.src_buff.0.type", None), r"src_buff\[0\]: expected only type"),
     (changed(f"{OPS}.4.tbg_info", {"tb_id": 2, "tbg_size": 2}), "tb_id 2 of 2"),
     (changed(f"{OPS}.4.reduce_op", "xor"), "reduce_op 'xor'"),
     (changed(f"{OPS}.4.dst_buff.0.size", 2), "ranges of 1, 2 chunks|chunks 1 to 2"),
     (changed(f"{OPS}.5.name", "ppkt"), "packets in a plan whose protocol is 'Simple'"),
-    (changed(f"{OPS}.5.dst_buff.0.buffer_id", 3), r"dst_buff\[0\]: remote buffer 3; the threadblock reaches 3"),
+    (changed(f"{OPS}.5.dst_buff.0.buffer_id", 3), r"dst_buff\[0\]: remote buffer 3; the threadblock has 3"),
     (changed("gpus.1.remote_buffers.1.rank", 1), r"dst_buff\[0\]: a buffer of rank 1"),
-    (changed("gpus.1.remote_buffers.1.access_channel_types", ["port"]), "is not reached by memory channels"),
+    (changed("gpus.1.remote_buffers.1.access_channel_types", ["port"]), "does not allow memory channels"),
     (
         changed(f"{OPS}.4", {"name": "barrier", "barrier_id": 0, "num_threadblocks": 2}),
         "2 threadblocks; the rank has 1",
@@ -776,7 +776,7 @@ def test_barriers_and_semaphores_that_do_not_come_out_even_are_refused() -> None
     def semaphores(view: RankView) -> list[Ops]:
         return [[{"name": "sem_release", "semaphore_ids": [0]}]]
 
-    with pytest.raises(ArgumentError, match="barrier 0 is of 2 threadblocks, but 0 come to it"):
+    with pytest.raises(ArgumentError, match="barrier 0 is of 2 threadblocks, but 0 arrive"):
         ExecutionPlan.load(document(2, barriers, chunks=(1, 1, 0)))
     with pytest.raises(ArgumentError, match="semaphore 0 is acquired never and released 1 times"):
         ExecutionPlan.load(document(2, semaphores, chunks=(1, 1, 0), semaphores=(0,)))

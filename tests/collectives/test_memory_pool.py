@@ -50,7 +50,7 @@ def follow(comm: Communicator) -> MemoryPool:
     """
     pool = MemoryPool(comm.runtime)
     comm.group.symmetric.follow(pool)
-    wait_for(lambda: not freed(comm), "what was freed is withdrawn")  # an earlier test may have freed segments
+    wait_for(lambda: not freed(comm), "freed segments are withdrawn")  # an earlier test may have freed segments
     return pool
 
 

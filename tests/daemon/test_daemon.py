@@ -397,7 +397,7 @@ def test_a_killed_daemon_ends_the_waits_of_streams(own_daemon: RunningDaemon) ->
     assert all(isinstance(error, ProxyLostError) for error in errors), errors
 
 
-# all_gather runs only with --full, because all_reduce's schedule has the same kinds of steps, and more
+# all_gather runs only with --full, because all_reduce's schedule has all kinds of steps that all_gather's has
 @pytest.mark.parametrize("collective", [pytest.param("all_gather", marks=pytest.mark.full), "all_reduce"])
 def test_a_stopped_daemon_ends_the_waits_of_streams_at_the_time_out(own_daemon: RunningDaemon, collective: str) -> None:
     def body(comm: Communicator) -> BaseException | None:

@@ -1,4 +1,6 @@
-"""Outputs of a buffer's dispatch stay valid, although senders store them in reused memory."""
+"""Outputs of a buffer's dispatch stay valid, although senders store rows directly in memory that later dispatches
+reuse.
+"""
 
 from __future__ import annotations
 

@@ -31,13 +31,13 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def by_block(device: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns counters as DeepGEMM raises them, and the arguments of the combine."""
+    """Returns counters with the values that DeepGEMM would store, and the arguments of the combine."""
     counters = torch.zeros(LOCAL * -(-ROWS // BLOCK), dtype=torch.int32, device=device)
     return counters, {"comp_signal": counters, "block_m": BLOCK, "threshold": THRESHOLD, "num_sms": 1}
 
 
 def by_expert(device: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns counters as FlashInfer raises them, and the arguments of the combine."""
+    """Returns counters with the values that FlashInfer would store, and the arguments of the combine."""
     counters = torch.zeros(LOCAL, dtype=torch.uint32, device=device)
     return counters, {"src_signals": counters, "src_signal_expect_value": THRESHOLD}
 

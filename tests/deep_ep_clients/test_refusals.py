@@ -138,7 +138,7 @@ def test_what_ranks_pass_differently_is_told_by_deep_eps_names(pair: Ranks) -> N
             ("num_max_dispatch_tokens_per_rank", lambda: given.low_latency(num_max_dispatch_tokens_per_rank=9 + other)),
             ("use_fp8", lambda: given.low_latency(use_fp8=other)),
         ]:
-            refused(what, call, "on rank 0 and .* on rank 1; give all ranks the same")
+            refused(what, call, "on rank 0 and .* on rank 1; expected equal values")
         given.destroy()
 
     pair.run(body)

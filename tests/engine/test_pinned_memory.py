@@ -190,7 +190,7 @@ class Rank:
 
     def pinned(self, nbytes: int = SIZE, seed: int = 0) -> tuple[int, TwoAddresses]:
         """Adds pinned memory to the service. Returns the memory's id, and the memory. The bytes at the device's address
-        hold the pattern of `seed`, those at the CPU's address the pattern of `seed` + 1.
+        hold the pattern of `seed`, the bytes at the CPU's address hold the pattern of `seed` + 1.
         """
         memory = TwoAddresses(SharedMemory.allocate(nbytes), SharedMemory.allocate(nbytes))
         for i, side in enumerate((memory.device, memory.host)):

@@ -211,7 +211,7 @@ def check(comm: Communicator, case: Case, algorithm: str | None = None) -> None:
 WORLDS = [(1, {}), (2, {}), (3, {}), (4, {}), (5, {}), (8, {})]
 WORLDS += [(2, {"local_world_size": 1}), (5, {"local_world_size": 1}), (8, {"local_world_size": 4})]
 WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4})]
-# These entries run only with --full, because others also have one node of several ranks, or two such nodes.
+# These entries run only with --full, because other entries also have one node of several ranks, or two such nodes.
 REPRESENTED = [(4, {}), (8, {}), (8, {"local_world_size": 4})]
 
 

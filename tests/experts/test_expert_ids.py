@@ -28,7 +28,7 @@ def inputs(comm: Communicator) -> Any:
 
 
 def dispatch_and_check(layer: EPAll2AllLayer, comm: Communicator, ids: Any) -> Any:
-    """Makes a dispatch, raises its errors, also those of its kernels, and returns its descriptor."""
+    """Makes a dispatch, raises its errors and its kernels' errors, and returns its descriptor."""
     desc = layer.dispatch(inputs(comm), on_device(comm, ids))[2]
     comm.synchronize()
     layer.check()

@@ -172,7 +172,7 @@ def test_any_number_of_scales(
 @pytest.mark.parametrize("given", [False, True], ids=["quantised here", "given"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_rows_in_output_buffers(dtype: str, given: bool, announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows equal those of a layer without output buffers, whether the layer or the caller converts them to float8."""
+    """Rows equal the rows of a layer without output buffers, whoever converts them to float8."""
     if not announced:
         monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
 

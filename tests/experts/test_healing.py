@@ -153,7 +153,7 @@ def test_every_rank_keeps_its_place_when_a_layer_grows() -> None:
 
 
 def test_a_rank_that_is_lost_before_a_new_rank_has_joined_ends_the_growth() -> None:
-    """The other ranks wait for the new rank, which does not come, and learn at once that a rank was lost."""
+    """The other ranks wait for a new rank that never joins, and learn immediately that a rank was lost."""
     whole, both = ThreadBootstrap.create(RANKS), threading.Barrier(2)
 
     def stays(rank: int, layer: EPAll2AllLayer) -> None:

@@ -53,7 +53,7 @@ WORLDS += [(2, {"local_world_size": 1}), (4, {"local_world_size": 1}), (6, {"loc
 WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4, "batch_tokens": 3})]
 WORLDS += [(3, {"announced_slots": 0})]  # With announced_slots=0, ranks of a node send each other counts.
 WORLDS += [(4, {"few_tokens": 0})]  # With few_tokens=0, some blocks only send.
-# These entries run only with --full, because others have one node of 5 ranks, and two nodes of one rank each.
+# These entries run only with --full, because other entries have one node of 5 ranks, and two nodes of one rank each.
 REPRESENTED = [(8, {}), (4, {"local_world_size": 1})]
 
 

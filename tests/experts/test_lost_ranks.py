@@ -158,7 +158,7 @@ def test_a_bad_id_is_refused_by_the_number_of_all_experts() -> None:
         ([-1], 6, r"^lost_ranks: -1 is not a rank"),
         (["a"], 6, r"^lost_ranks: 'a' is not a rank"),
         ([0, 0], 8, r"^lost_ranks: rank 0 is given twice"),
-        ([1], 4, r"^num_tot_experts: must be a multiple of 3, the ranks including lost ones, not 4$"),
+        ([1], 4, r"^num_tot_experts: must be a multiple of 3, the number of ranks including lost ranks, not 4$"),
     ],
 )
 def test_wrong_lost_ranks_are_refused(lost: list[Any], experts: int, message: str) -> None:

@@ -1,4 +1,4 @@
-"""`proxyccl doctor`: from reports of real hangs it concludes which rank waits for which, and why."""
+"""`proxyccl doctor` concludes, from reports of real hangs, which rank waits for which rank, and why."""
 
 from __future__ import annotations
 

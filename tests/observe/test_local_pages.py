@@ -60,7 +60,7 @@ def _metrics() -> Iterator[str]:
 
 @pytest.fixture(params=["page", "metrics"])
 def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Starts each of the servers, and yields the URL of something that it serves."""
+    """Starts each of the servers, and yields a URL that the server serves."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("PROXYCCL_REPORT_DIR", str(tmp_path / "reports"))
     with _metrics() if request.param == "metrics" else server.serve("127.0.0.1:0", 0.1) as url:

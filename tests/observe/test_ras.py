@@ -1,4 +1,4 @@
-"""Clients of NCCL's RAS subsystem: the requests of `ncclras` (NCCL 2.30, src/ras/client.cc), and those of SGLang."""
+"""Clients of NCCL's RAS subsystem: the requests of `ncclras` (NCCL 2.30, src/ras/client.cc), and SGLang's requests."""
 
 from __future__ import annotations
 

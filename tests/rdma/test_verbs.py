@@ -1,6 +1,6 @@
 """The verbs transport, through the engine, over a fake device that copies memory and checks every limit.
 
-The device counts requests, and can hold them back, execute them late, and fail.
+The device counts requests, and can delay requests, execute them late, and fail.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def test_a_rail_that_fails_again_at_the_peer_is_stopped_first(stage: str) -> Non
             loop.wait(lambda: failing.counts.requests > before, "the first request")
         if stage == "both rails are up":
             loop.wait(lambda: rails_up(loop) == 2, "both rails")
-        failing.allow(0)  # so that the adapter never comes to a request that would stop it
+        failing.allow(0)  # so that the adapter never executes a request that would stop it
         peer.mail[1] = 2
         loop.wait(lambda: peer.peer_mail[1] == 2, "the answer")
         failing.allow(-1)
@@ -715,7 +715,9 @@ def test_closing_drains_what_was_held_back_in_the_ring(operation: Operation, siz
 
 
 def push_at_once(loop: Loop, puts: int) -> None:
-    """Pushes puts while the worker is blocked, so that it finds all of them in the ring at once, and then flushes."""
+    """Pushes puts while the worker is blocked, so that the worker finds all puts in the ring at the same time, and then
+    flushes.
+    """
     with Gate() as gate:
         handler = loop.service.add_handler(lambda _: gate.wait())
         loop.producer.push(Trigger(Operation.CUSTOM, handler))

@@ -63,8 +63,8 @@ def on_host(x: Any) -> NDArray[Any]:
 
 
 def barrier(comm: Communicator) -> None:
-    """Makes a barrier and waits for it, because on a GPU `Communicator.barrier` only queues the barrier. On return, all
-    ranks have arrived, and their queued work is complete.
+    """Makes a barrier and waits for its end, because on a GPU `Communicator.barrier` only queues the barrier. On
+    return, all ranks have arrived, and their queued work is complete.
     """
     comm.barrier()
     comm.synchronize()

@@ -127,7 +127,7 @@ FORKS = Forks(os.environ)
 
 
 class ForkedProcess:
-    """A program in a fork. Its attributes and methods are those of `Popen`."""
+    """A program in a fork. The class has the attributes and methods of `Popen`."""
 
     def __init__(
         self, command: Sequence[str], env: dict[str, str], stdout: IO[str], stderr: IO[str], forks: Forks = FORKS

@@ -29,7 +29,9 @@ def gid_files(index: int, address: str, kind: str = "", netdev: str = "") -> dic
 
 
 def expand(machine: str, root: Path) -> dict[str, str]:
-    """Makes the directories and files of a machine below `root`. Returns the PCI addresses of its GPUs, by name."""
+    """Makes the directories and files of a machine below `root`. Returns the PCI addresses of the machine's GPUs, by
+    name.
+    """
     gpus = {}
     for line in (_MACHINES / f"{machine}.txt").read_text().splitlines():
         name, _, text = line.partition(": ")

@@ -1,4 +1,4 @@
-"""Programs under torch.compile: Dynamo calls functions of this package but traces none of them."""
+"""Programs under torch.compile: Dynamo calls functions of this package without tracing them."""
 
 from __future__ import annotations
 

@@ -146,7 +146,9 @@ def test_a_canceled_read_is_not_waited_for(sides: Sides) -> None:
 
 
 def test_a_killed_reader_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forked child of the reader lives on. Another reader takes the place of the killed one."""
+    """A forked child of the killed reader stays alive. Another reader takes over the killed reader's place in the
+    ledger.
+    """
     sides = Sides("process_vm", monkeypatch=monkeypatch)
     grant, metadata = sides.grant(key=3), sides.owner.metadata()
 
@@ -302,7 +304,7 @@ def test_wrong_arguments(sides: Sides) -> None:
 
 
 def test_a_thread_that_looks_at_the_state_does_not_hide_a_stale_read(sides: Sides) -> None:
-    """The thread may see the end of the former read while the next read starts."""
+    """The thread may see the end of the previous read while the next read starts."""
     ended = threading.Event()
 
     def look(read: Transfer) -> None:

@@ -144,7 +144,7 @@ def test_a_peer_that_is_asked_may_refuse(pair: Pair, yama: Yama) -> None:
 
 
 def test_an_answer_that_comes_too_late_is_not_another_frame_s(yama: Yama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer is stopped, so it answers a request for permission only after the agent has given up waiting."""
+    """The peer is stopped, so the peer answers a request for permission only after the agent's wait has ended."""
     yama.permits = False
     monkeypatch.setattr(paths, "_ANSWER_MS", 100)
     with child(serve_memory) as process, Agent("a", listen=()) as agent:

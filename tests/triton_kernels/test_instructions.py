@@ -57,7 +57,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 
 
 def body(code: str, kernel: str, nvidia: bool) -> str:
-    """Returns the text of a kernel, without the functions that it calls."""
+    """Returns the kernel's compiled text, without the functions that the kernel calls."""
     pattern = rf"\.entry {kernel}\(.*?^}}" if nvidia else rf"^{kernel}:.*?\.section"
     found = re.search(pattern, code, re.DOTALL | re.MULTILINE)
     assert found is not None, kernel
@@ -79,7 +79,7 @@ NVIDIA = {
     "signal": ["ld.relaxed.gpu.b64", "fence.release.sys", "st.relaxed.sys.b64"],
     "poll": ["ld.relaxed.gpu.b64", "ld.relaxed.sys.b64", "fence.acquire.sys"],
     "wait": ["ld.relaxed.gpu.b64", "ld.relaxed.sys.b64", "fence.acquire.sys"],
-    # A packet is 8 bytes of data and flag, accessed at once with system scope.
+    # A packet is 8 bytes of data and flag, accessed by one instruction with system scope.
     "put_packets": ["st.relaxed.sys.b64"],
     "get_packets": ["ld.relaxed.sys.b64"],
     "sync_grid": [

@@ -1,4 +1,4 @@
-"""Decoding returns what was encoded; other bytes raise a ProtocolError that gives the reason."""
+"""Decoding returns the encoded value; other bytes raise a ProtocolError that gives the reason."""
 
 from __future__ import annotations
 

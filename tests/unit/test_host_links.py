@@ -363,7 +363,7 @@ def test_a_host_that_is_out_of_reach_for_a_moment_is_called_again(when: str, mon
 
 
 def test_an_echo_is_no_answer() -> None:
-    """A connection to a port without a listener may get the same port as its source, and then TCP connects it to
+    """A connection to a port without a listener may get that port as its source port; TCP then connects the socket to
     itself. This echo of the caller's bytes must not be taken for a peer's answer.
     """
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:

@@ -76,7 +76,7 @@ def check_platform(wheel: Path) -> str:
 
 
 def check_sdist(sdist: Path) -> int:
-    """Checks that the sdist has all tracked files, except those that belong only to the repository. Returns its number
+    """Checks that the sdist has all tracked files, except files that belong only to the repository. Returns its number
     of files.
 
     Raises:
@@ -107,7 +107,7 @@ def run_first_program(wheel: Path, directory: Path) -> str:
     environment = directory / "venv"
     venv.create(environment, with_pip=True)
     bin_directory = environment / "bin"
-    # Without buffering, the parts of a rank's line are written one by one and mix with those of other ranks.
+    # Without buffering, the parts of a rank's line are written one by one and mix with parts of other ranks' lines.
     hidden = {"PATH", "CC", "CXX", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONUNBUFFERED"}
     env = {name: value for name, value in os.environ.items() if name not in hidden and not name.startswith("PROXYCCL_")}
     env |= {"PATH": str(bin_directory), "PROXYCCL_RUNTIME": "host"}

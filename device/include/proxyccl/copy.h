@@ -123,8 +123,8 @@ PROXYCCL_DEVICE void copyWholeWords(char* dst, const char* src, size_t bytes, ui
   if (kRemainder) copyRest(dst + head + body, src + head + body, bytes - head - body, thread, threads);
 }
 
-/// Copies bytes word by word: on every target, thread t copies the words t, t + threads, … . So a thread may copy what
-/// it has written itself, and use what it has copied, without a barrier. The accesses are unordered.
+/// Copies bytes word by word: on every target, thread t copies the words t, t + threads, … . So a thread needs no
+/// barrier to copy words that it has written itself, or to use words that it has copied. The accesses are unordered.
 ///
 /// A word has kWord bytes if the two addresses are congruent modulo kWord, otherwise the largest of 8, 4 and 1 bytes
 /// modulo which they are congruent. The bytes before the first whole word and after the last one are divided among the

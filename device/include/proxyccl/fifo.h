@@ -4,9 +4,9 @@
 // the ring's first lap and flips with each lap, so zeroed slots read as empty and no slot is ever cleared.
 //
 // Memory order: the trigger's store is a system-scope release that pairs with the engine's acquire of word 1 (ring_peek
-// in ring.h), so the transfer sees what the kernel wrote before the push. The engine's release of `tail` pairs with the
-// acquire in refreshTail() and sync(), so a slot is rewritten only after the engine has read it, and sync() returns
-// only after the engine has issued the trigger's operations.
+// in ring.h), so the transfer sees the data that the kernel wrote before the push. The engine's release of `tail` pairs
+// with the acquire in refreshTail() and sync(), so a slot is rewritten only after the engine has read it, and sync()
+// returns only after the engine has issued the trigger's operations.
 #pragma once
 
 #include "proxyccl/handles.h"

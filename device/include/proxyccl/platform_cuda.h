@@ -164,7 +164,7 @@ PROXYCCL_DEVICE uint16_t floatToBFloat16(float value) {
   return bits;
 }
 #define PROXYCCL_HAS_FLOAT_TO_BFLOAT16
-// Convert two floats to narrow ones; the lower half holds the first.
+// Convert two floats to two narrow floats; the lower half of the result holds the first.
 PROXYCCL_DEVICE uint32_t floatsToBFloat16(float low, float high) {
   uint32_t bits;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));

@@ -81,7 +81,7 @@ PROXYCCL_DEVICE T fromBits(uint64_t bits) {
 
 template <size_t... I>
 struct Indices {};
-// The sequence 0 to N - 1, defined without compiler builtins, because g++ and clang++ have different ones.
+// The sequence 0 to N - 1, defined without compiler builtins, because g++ and clang++ have different builtins.
 template <size_t N, size_t... I>
 struct IndicesBelow : IndicesBelow<N - 1, N - 1, I...> {};
 template <size_t... I>

@@ -5,14 +5,14 @@
 // memory.
 //
 // One thread makes a call for its whole block; if several threads call put(), they make several puts. A put transfers
-// what the calling thread wrote before the put, and what the thread's block wrote before a syncThreadsSystem(). The
-// operations of one thread on a channel are executed in the order of its calls: a get reads what earlier puts wrote,
-// and the get's data arrives before a later put reads the data and before a later signal arrives. Over a fabric that
-// does not order writes, puts may overtake one another, and so may gets. If a range leaves its memory, nothing moves
-// and the communicator ends with a TriggerError.
+// data that the calling thread wrote before the put, and data that the thread's block wrote before a
+// syncThreadsSystem(). The operations of one thread on a channel are executed in the order of its calls: a get reads
+// what earlier puts wrote, and the get's data arrives before a later put reads the data and before a later signal
+// arrives. Over a fabric that does not order writes, puts may overtake one another, and so may gets. If a range leaves
+// its memory, nothing moves and the communicator ends with a TriggerError.
 //
 // A put or get returns a ticket, or kNoTicket if the call could not push a trigger. isComplete() and waitComplete()
-// tell, without a flush, when the ticket's operation and all earlier ones on the channel are complete.
+// tell, without a flush, when the ticket's operation and all earlier operations on the channel are complete.
 #pragma once
 
 #include "proxyccl/element.h"
@@ -84,8 +84,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// Starts a copy from the peer's memory to local memory. get() returns immediately, unless the ring is full. The
   /// peer's kernels take no part.
   ///
-  /// After the wait() for a signal, a get reads what the peer wrote before that signal. The data may be read when the
-  /// get is complete. A later signal() tells the peer that it may overwrite the memory that the get has read.
+  /// After the wait() for a signal, a get reads the data that the peer wrote before that signal. The data may be read
+  /// when the get is complete. A later signal() tells the peer that it may overwrite the memory that the get has read.
   /// @param dstOffset  offset in local memory, in bytes: the target comes first, as in put()
   /// @param srcOffset  offset in the peer's memory, in bytes
   /// @param size       number of bytes
@@ -173,8 +173,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// @return see flush()
   PROXYCCL_DEVICE bool waitFlushed(uint64_t ticket) const { return waitPast(ticket, flushed, PROXYCCL_WAIT_FLUSH); }
 
-  /// Returns whether the operation with this ticket and all earlier ones on the channel are complete, in the sense of
-  /// flush(). Like poll(), it never waits. Over a fabric, a flush lets isComplete() return true sooner.
+  /// Returns whether the operation with this ticket and all earlier operations on the channel are complete, in the
+  /// sense of flush(). Like poll(), it never waits. Over a fabric, a flush lets isComplete() return true sooner.
   /// @param ticket  from any call on this channel that returns one
   PROXYCCL_DEVICE bool isComplete(uint64_t ticket) const {
     return ticket != kNoTicket && loadAcquireSystem(completed) > ticket;

@@ -10,9 +10,9 @@ namespace proxyccl {
 struct Semaphore : ProxycclSemaphore {
   /// Adds one to the peer's count. One thread at a time calls signal().
   ///
-  /// The release pairs with the acquire in the peer's wait(): a peer that sees the signal also sees what this thread
-  /// wrote before, and what its block wrote before a syncThreadsSystem(). Only this thread writes `remote_inbound`, so
-  /// it stores the count and needs no atomic across the link.
+  /// The release pairs with the acquire in the peer's wait(): a peer that sees the signal also sees the data that this
+  /// thread wrote before the signal, and that the thread's block wrote before a syncThreadsSystem(). Only this thread
+  /// writes `remote_inbound`, so it stores the count and needs no atomic across the link.
   PROXYCCL_DEVICE void signal() const { storeReleaseSystem<uint64_t>(remote_inbound, ++*outbound); }
 
   /// Adds one to the peer's count, as a release of loads (storeReleaseLoadsSystem in platform.h): the addition is

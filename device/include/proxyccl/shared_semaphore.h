@@ -14,9 +14,9 @@ struct SharedSemaphore : ProxycclSemaphore {
 
   /// Adds one to the peer's count.
   ///
-  /// The release pairs with the acquire in the peer's wait() and poll(): a peer that sees the signal also sees what
-  /// this thread wrote before, and what its block wrote before a syncThreadsSystem(). Each addition to the count
-  /// continues the release sequence of the earlier additions.
+  /// The release pairs with the acquire in the peer's wait() and poll(): a peer that sees the signal also sees the data
+  /// that this thread wrote before the signal, and that the thread's block wrote before a syncThreadsSystem(). Each
+  /// addition to the count continues the release sequence of the earlier additions.
   ///
   /// If the link to the peer does not support atomic additions (`adds` is 0), signal() stores the count, and only one
   /// thread at a time may call it.

@@ -1,8 +1,8 @@
 // SmChannel: the kernel's own threads read and write a peer's mapped memory.
 //
-// Names and argument order are those of MSCCL++'s MemoryChannelDeviceHandle. The target of an operation is where data
-// goes, the origin where it comes from. Offsets and sizes are in bytes; only those of packets need an alignment. An
-// offset counts from the start of the peer's memory (`dst`) or of local memory (`src`).
+// Names and argument order are those of MSCCL++'s MemoryChannelDeviceHandle. An operation copies data from its origin
+// to its target. Offsets and sizes are in bytes; only offsets and sizes of packets need an alignment. An offset counts
+// from the start of the peer's memory (`dst`) or of local memory (`src`).
 //
 // If a range leaves its memory, or is not a multiple of the packets' payload, nothing moves and the communicator ends
 // with a TriggerError that names the call, the offset and the memory. The kernel itself sees no error and runs to its
@@ -31,8 +31,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     return loadElement(reinterpret_cast<const T*>(dst) + index);
   }
 
-  /// Writes one element of the peer's memory, by a relaxed access like that of read(). A later signal() tells the peer
-  /// that the element has arrived.
+  /// Writes one element of the peer's memory, by a relaxed access, as read() does. A later signal() tells the peer that
+  /// the element has arrived.
   /// @param index the element's index, counted in T
   /// @param value  the value to write
   template <class T>
@@ -41,8 +41,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   }
 
   /// Copies local memory to the peer's. All threads of a group call put() together: on every target, thread t copies
-  /// the words t, t + numThreads, … that copyInTurn() describes. So a thread may put what it has written itself without
-  /// a barrier.
+  /// the words t, t + numThreads, … that copyInTurn() describes. So a thread needs no barrier to put words that it has
+  /// written itself.
   ///
   /// When the call returns, local memory may be overwritten, but the data may still be in flight. The peer may read the
   /// data after a signal() that follows a syncThreadsSystem() of the block.
@@ -68,8 +68,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// Copies the peer's memory to local memory. All threads of a group call get() together: thread t copies the words t,
   /// t + numThreads, … .
   ///
-  /// After the wait() for a signal, a get reads what the peer wrote before that signal. When the call returns, a thread
-  /// may read the words that it copied. After a __syncthreads() each thread of the group may read all words.
+  /// After the wait() for a signal, a get reads the data that the peer wrote before that signal. When the call returns,
+  /// a thread may read the words that it copied. After a __syncthreads() each thread of the group may read all words.
   /// @param targetOffset  offset in local memory, in bytes: the target comes first, as in put()
   /// @param originOffset  offset in the peer's memory, in bytes
   /// @param bytes         number of bytes
@@ -90,8 +90,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   }
 
   /// Writes local memory as packets to the peer's memory. All threads of a group call putPackets() together: on every
-  /// target, thread t writes packets t, t + numThreads, … . So a thread may send what it has written itself without a
-  /// barrier.
+  /// target, thread t writes packets t, t + numThreads, … . So a thread needs no barrier to send words that it has
+  /// written itself.
   ///
   /// No fence and no signal are needed: the peer's getPackets() with the same flag waits for each packet.
   /// @tparam Packet      LL16Packet (16 bytes with 8 bytes of data) or LL8Packet (8 bytes with 4 bytes of data)
@@ -147,8 +147,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// Adds one to the peer's semaphore of this channel. Any number of threads may call signal() concurrently; if the
   /// link to the peer does not support atomic additions (PCIe), only one thread at a time may.
   ///
-  /// A peer that has waited for the signal sees what this thread wrote before the signal, and what its block wrote
-  /// before a syncThreadsSystem().
+  /// A peer that has waited for the signal sees the data that this thread wrote before the signal, and that the
+  /// thread's block wrote before a syncThreadsSystem().
   PROXYCCL_DEVICE void signal() const { semaphoreHandle().signal(); }
 
   /// Raises the count of the peer's semaphore to `value`, as if this rank had called signal() until the count was

@@ -48,7 +48,7 @@ class Choices {
   }
 
   // Returns the id under which a slot is counted: its target. If byRank(), only the first of a token's slots with the
-  // same rank is counted; for a later one, id() returns the id that drops a slot.
+  // same rank is counted; for a later slot, id() returns the id that drops a slot.
   PROXYCCL_DEVICE int32_t id(uint32_t slot) const {
     const int32_t none = static_cast<int32_t>(e_.world_size), found = target(slot);
     if (!byRank() || found < 0 || found == none) return found;

@@ -158,7 +158,7 @@ PROXYCCL_DEVICE int32_t Dispatch<Mode>::rowOf(const ProxycclExpertSlot& slot, ui
   const uint32_t expert = slot.expert - team_->rank * team_->experts_per_rank;
   if (slot.expert == PROXYCCL_NO_EXPERT || expert >= team_->experts_per_rank) return PROXYCCL_NO_ROW;
   uint64_t row = bases()[expert * team_->world_size + source] + slot.position;
-  // An expert may get more rows than it has room for, if tokens choose it twice.
+  // If tokens choose an expert twice, the expert may get more rows than it has room for.
   if (isPadded() && row >= (expert + 1) * static_cast<uint64_t>(call_.padded_rows)) return PROXYCCL_PAST_END;
   if (call_.scatter != nullptr) {
     uint64_t before = token;

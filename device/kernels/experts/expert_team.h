@@ -15,7 +15,7 @@ namespace proxyccl {
 
 constexpr uint32_t kGroupLanes = PROXYCCL_ON_HOST ? 1 : PROXYCCL_WARP_SIZE;
 constexpr uint32_t kMaxGroups = PROXYCCL_EXPERT_THREADS / kGroupLanes;
-constexpr uint32_t kMaxPieces = 4;  // most pieces of a row
+constexpr uint32_t kMaxPieces = 4;  // maximum number of pieces of a row
 // The upper 37 bits of a flag's value hold the call's number, the lower 27 the number of items that have arrived: at
 // most kMaxPieces for each of 2^24 tokens.
 constexpr uint32_t kItemBits = 27;
@@ -318,8 +318,8 @@ class ExpertTeam {
     await(sent(source, part), flagValue(call, items), source, kTwoCalls);
   }
 
-  // -- transfers to other nodes; a layer that makes them has a segment for each block ---
-  // Returns the variable in shared memory in which the caller keeps batchOf() for this block's segment of a source.
+  // -- transfers to other nodes; a layer on several nodes has one segment per block ---
+  // Returns a variable in shared memory, for the batch (batchOf()) of this block's segment of a source.
   static PROXYCCL_DEVICE Batch& batchFrom(uint32_t source) {
     __shared__ Batch batches[PROXYCCL_MAX_EXPERT_RANKS];
     return batches[source];

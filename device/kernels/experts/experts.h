@@ -37,7 +37,7 @@
 enum {
   PROXYCCL_MAX_TOPK = 16,
   PROXYCCL_ADDED = 2,            /* greatest number of arrays that a combine adds to its sums */
-  PROXYCCL_EXPERT_THREADS = 512, /* threads of a block on a GPU; most threads of a block on the host */
+  PROXYCCL_EXPERT_THREADS = 512, /* threads of a block on a GPU; maximum number of threads of a block on the host */
   PROXYCCL_MAX_EXPERT_RANKS = 256,
   PROXYCCL_SCALED_ELEMENTS = 128, /* elements that share a scale, if rows are sent in float8 */
   /* Limits of announced ids, which a block keeps in shared memory: slots of all ranks, slots of the block's segments,
@@ -47,13 +47,14 @@ enum {
   PROXYCCL_ANNOUNCED_SEGMENT_SLOTS = 256,
   PROXYCCL_ANNOUNCED_EXPERTS = 1024,
   PROXYCCL_IDS_PER_PACKET = 4,
-  PROXYCCL_MASKED_RANKS = 64,         /* most ranks whose choices are announced as masks */
+  PROXYCCL_MASKED_RANKS = 64,         /* maximum number of ranks whose choices are announced as masks */
   PROXYCCL_ANNOUNCED_PAYLOADS = 2304, /* most 8-byte payloads (heads and choices of all ranks) that a block keeps */
   PROXYCCL_SUMMED_WORDS = 16,         /* the bits of this many words of a mask are counted together */
-  PROXYCCL_KEPT_TARGETS = 4096,       /* most slots of a segment whose targets a block keeps while it counts slots */
-  PROXYCCL_CACHED_ROWS = 2048,        /* most slots of a block whose rows a combine looks up in advance */
+  PROXYCCL_KEPT_TARGETS =
+      4096, /* maximum number of slots of a segment whose targets a block keeps while it counts slots */
+  PROXYCCL_CACHED_ROWS = 2048, /* maximum number of slots of a block whose rows a combine looks up in advance */
   PROXYCCL_EXPERT_COUNTERS =
-      2048, /* most counters that a block keeps in shared memory; more are in device memory (`bases`) */
+      2048, /* maximum number of counters that a block keeps in shared memory; more are in device memory (`bases`) */
   /* Phases of a dispatch. A call may divide the phases over several kernels, in this order. */
   PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and send the counts to all ranks */
   PROXYCCL_EXPERT_GATHER = 2,  /* gather the counts of all ranks, and report the number of received rows to the CPU */
@@ -110,7 +111,7 @@ typedef struct ProxycclReceivedRows {
 /* Counters in device memory, which only the last block of a kernel advances, so a captured graph can be replayed. */
 typedef struct ProxycclExpertCounters {
   uint64_t dispatches, combines; /* number of calls; counted when all blocks of a call's last kernel have begun */
-  uint64_t routings;             /* number of dispatches, without repeated ones */
+  uint64_t routings;             /* number of dispatches, without redispatches */
   uint32_t
       next_item[2][2]; /* indexed by the dispatch's parity: next item of rows for peers, and of this rank's own rows */
   uint32_t blocks_done;
@@ -128,7 +129,7 @@ typedef struct ProxycclExperts {
   uint32_t segments, segment_tokens; /* number of segments of a dispatch, and most tokens of a segment */
   uint32_t local_combine, weight_bytes;
   uint32_t chosen_per_rank;                /* number of experts per rank, if tokens have one row per rank; else 0 */
-  uint32_t padded_rows;                    /* most rows of an expert, if rows are padded; else 0 */
+  uint32_t padded_rows;                    /* maximum number of rows of an expert, if rows are padded; else 0 */
   uint32_t expert_alignment;               /* each expert's rows begin at a multiple of this, if it is not 0 */
   uint32_t choice_packets, weight_packets; /* packets of a rank's announcement; 0 if counts are sent instead */
   uint32_t output_buffers, output_rows;    /* number of buffers (the last for a combine's rows), and rows per buffer */
@@ -136,8 +137,8 @@ typedef struct ProxycclExperts {
   uint32_t kept_calls; /* 2 if inbox and returns are double-buffered, so that successive calls overlap; else 1 */
   uint32_t dropping_ids;         /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
   uint32_t batch_tokens;         /* between nodes: least number of tokens of a separate message */
-  uint64_t segment_bytes;        /* most bytes of a segment's rows */
-  uint64_t return_segment_bytes; /* most bytes of a segment's rows in a combine, for one row per token */
+  uint64_t segment_bytes;        /* maximum number of bytes of a segment's rows */
+  uint64_t return_segment_bytes; /* maximum number of bytes of a segment's rows in a combine, for one row per token */
   uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* offsets in a segment's routing */
   uint64_t routing_bytes, slab_bytes; /* bytes of a segment's routing, and bytes of a slab */
   uint64_t least_message;             /* between nodes: shorter messages are padded to this number of bytes */
@@ -194,7 +195,7 @@ typedef struct ProxycclDispatch {
                              stored column by column; 0 if each row's scales are contiguous */
   uint32_t id_bytes;      /* size of an expert id, 4 or 8 bytes; also of row_experts, unless the dispatch is repeated */
   uint32_t output_buffer; /* 1 + the number of this rank's output buffer, if senders store rows in it; else 0 */
-  uint32_t padded_rows;   /* most rows of an expert in this call, if rows are padded */
+  uint32_t padded_rows;   /* maximum number of rows of an expert in this call, if rows are padded */
   uint64_t row_bytes;
   const char* input;       /* [tokens][row_bytes] */
   const char* expert_ids;  /* [tokens][topk] of id_bytes each; for a repeated dispatch the layout's ids */

@@ -142,7 +142,7 @@ def _quantizer(key: Any) -> Callable[[torch.Tensor, torch.Tensor | None], list[t
 
 
 def _forms(eps: set[float]) -> Iterator[_Form]:
-    """Yields the patterns, larger ones first, because a smaller pattern also matches a part of a larger one."""
+    """Yields the patterns, larger patterns first, because a smaller pattern also matches a part of a larger pattern."""
     quantizes = hasattr(torch.ops._C, "static_scaled_fp8_quant") and current_platform.fp8_dtype() is torch.float8_e4m3fn
     for quantization in (_STATIC, _PER_TOKEN, None) if quantizes else (None,):
         for gemma, each in itertools.product((True, False), sorted(eps)):

@@ -113,8 +113,8 @@ char* stacks() {
 
 void spin(proxyccl::host::Fiber*, uint32_t) { checked_yield(CHECKED_HERE); }
 void sync_block(proxyccl::host::Fiber*) {}  // a block has one thread
-// Each reading of the clock is one nanosecond later than the previous one, so a wait's bound determines whether it
-// times out.
+// Each reading of the clock is one nanosecond later than the previous one, so the bound of a wait determines whether
+// the wait times out.
 uint64_t now;
 uint64_t nanoseconds() { return ++now; }
 

@@ -536,7 +536,7 @@ struct RecordScenario {
   }
 };
 
-// A CPU asks a kernel what it waits for, reads the answer, and then ends the kernel's wait.
+// A CPU asks a kernel for its wait, reads the answer, and then ends the wait.
 struct QuestionScenario {
   static constexpr uint32_t kQuestion = 5, kPeer = 1;
 

@@ -350,7 +350,7 @@ def test_the_mtu_is_what_was_asked_for(devices: list[RdmaDevice], mtu: int) -> N
     before = packets_sent(INTERFACES[0])
     assert ends.write(near, far) == 0
     packets = (1 << 16) // mtu
-    # Other packets cross the wire too, but fewer than those of the write.
+    # Other packets cross the wire too, but fewer than the packets of the write.
     assert packets <= packets_sent(INTERFACES[0]) - before < 2 * packets
     assert 128 << ends.attributes(ends.endpoints[0], "PATH_MTU").path_mtu == mtu
     ends.close()

@@ -1,4 +1,4 @@
-"""Collectives across two nodes of two ranks: results must equal those of one node, for integers bit by bit."""
+"""Collectives across two nodes of two ranks: results must equal the results on one node, for integers bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a program that uses SGLang's groups and layers. It prints each case's error (or "") as JSON.
+"""One rank of a program that uses SGLang's groups and layers. The program prints each case's error (or "") as JSON.
 
 python collectives.py RANK RANKS PORT plain|captured|deterministic|lost|off
 """

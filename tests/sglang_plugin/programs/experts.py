@@ -1,4 +1,4 @@
-"""One rank of two that run SGLang's dispatchers of DeepEP 1 and 2. It prints each case's error (or "") as JSON.
+"""One rank of two that run SGLang's dispatchers of DeepEP 1 and 2. The rank prints each case's error (or "") as JSON.
 
 python experts.py RANK RANKS PORT
 """

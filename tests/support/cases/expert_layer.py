@@ -204,8 +204,8 @@ def same_numbers(got: Any, expected: Values, what: str) -> None:
 
 
 def same_rows(got: Any, expected: Values, most: int | None, what: str, filled: Values) -> None:
-    """Asserts that the filled rows equal those of `expected`, and that `got` has `most` rows, or if `most` is None
-    as many rows as `expected`.
+    """Asserts that the filled rows equal the rows of `expected`, and that `got` has `most` rows (if `most` is None, the
+    number of rows of `expected`).
     """
     values = on_host(got)
     assert values.shape[0] == (len(expected) if most is None else most), what

@@ -1,7 +1,7 @@
 """Random operations of a kernel on a ProxyChannel (puts, gets, signals, flushes), and their expected results.
 
-Each rank executes its own steps, on two arrays that its peer does not touch: one of its own, and one in the peer's
-memory. The result must equal that of sequential execution.
+Each rank executes its own steps on two arrays that its peer does not access: one in its own memory, and one in the
+peer's memory. The result must equal the result of sequential execution.
 """
 
 from __future__ import annotations

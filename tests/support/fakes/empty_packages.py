@@ -1,5 +1,5 @@
-"""Empty packages in the place of those that SGLang imports and that these tests do not use: torchvision, whose wheels
-need torch's wheels for GPUs, and kernels for NVIDIA GPUs, whose wheels are larger than the rest together.
+"""Empty packages that replace packages which SGLang imports but these tests do not use: torchvision, whose wheels need
+torch's wheels for GPUs, and kernels for NVIDIA GPUs, whose wheels are larger than the rest together.
 """
 
 from __future__ import annotations

@@ -242,7 +242,9 @@ class FakePeer(OwnTriggers):
         ]
 
     def _make_mail(self, rails: int) -> dict[str, int]:
-        """Makes the memory in which two ends of a connection report failed rails. Returns options that name it."""
+        """Makes the memory in which two ends of a connection report failed rails. Returns options that name the fake
+        device.
+        """
         nbytes = ffi.sizeof("ProxycclRailsMail")
         self.mail, self.peer_mail = (np.zeros(nbytes // 8, np.uint64) for _ in range(2))
         keys = []

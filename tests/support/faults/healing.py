@@ -2,8 +2,8 @@
 
 python tests/support/faults/healing.py --count 100 --seed 1
 
-A seed determines a case: four ranks, and when which of them are killed. While all ranks are there, they move experts
-between their places: they empty a place, an agent reads the weights of another place into it, and the ranks change the
+A seed determines a case: which of four ranks are killed, and when. While all ranks are alive, they move experts between
+their places: they empty a place, an agent reads the weights of another place into it, and the ranks change the
 placement. Ranks are killed at a random time, while experts move, while the others recover from a loss, or while a new
 process joins; the victim may be the new process. The case ends when all ranks have been there for some steps after the
 last kill.
@@ -131,7 +131,7 @@ class Rank:
                 self._weights[local] = 0
                 try:
                     self._read(local, found[expert]).wait(_TIMEOUT_SECONDS)
-                except TransferError:  # the other rank was killed meanwhile
+                except TransferError:  # the other rank was killed during the transfer
                     self._weights[local] = weights_of(expert)
 
     def _read(self, local: int, source: int) -> Transfer:
@@ -276,7 +276,7 @@ def run_rank(plan: Plan) -> int:
 
 
 class Child:
-    """A rank's process, and what it has said."""
+    """A rank's process, and the messages that it has printed."""
 
     def __init__(self, plan: Plan, notice: Callable[[Child, str], None]) -> None:
         self.plan, self.killed, self.joined = plan, False, False
@@ -343,7 +343,9 @@ class Case:
             self._changed.notify()
 
     def _strike(self, what: str) -> None:
-        """Kills a rank, or with "joining" perhaps a process that has not joined yet. At least two ranks remain."""
+        """Kills a rank, so that at least two ranks remain. If `what` is "joining", may kill a process that is still
+        joining instead.
+        """
         living = [each for each in self._children.values() if each.process.poll() is None and not each.killed]
         if sum(each.joined for each in living) <= 2:
             living = [each for each in living if not each.joined]
@@ -370,7 +372,7 @@ class Case:
                     return [f"the case did not end in time: strikes {self.strikes}, kills {self.kills}: {said}"]
                 self._bury()
                 whole = all(child.joined and child.whole_steps > _LAST_STEPS for child in self._children.values())
-                if whole and self._pending in _AFTER_A_LOSS:  # the strike before could kill nobody, or came too late
+                if whole and self._pending in _AFTER_A_LOSS:  # the previous strike found no victim, or came too late
                     self._pending = None
                 if self._pending is not None or not (whole or (strikes and strikes[0] in _AFTER_A_LOSS)):
                     continue

@@ -87,7 +87,7 @@ class Surroundings:
         return command
 
     def environment(self, case: Case, rank: int, here: Path) -> dict[str, str]:
-        """Returns a rank's environment variables in addition to those of all ranks."""
+        """Returns a rank's own environment variables, without the variables of all ranks."""
         found = {} if self._hosts is None else dict(self._hosts.environment)
         if rank == case.victim and case.fault == "full disk":
             found["PROXYCCL_CACHE"] = found["PROXYCCL_REPORT_DIR"] = str(self._full(here))

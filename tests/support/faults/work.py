@@ -80,7 +80,7 @@ class Work:
 
     def repeat(self) -> None:
         """Makes collectives by proxy, always on the same arrays. The first calls give schedules to the proxy. Later
-        calls reuse these schedules: a write by the stream starts each of them.
+        calls reuse these schedules: a write by the stream starts a schedule.
         """
         comm, size, count = self.comm, self.comm.world_size, 3000
         if not self._repeated:

@@ -50,7 +50,7 @@ def machine_suite() -> str:
 def debian_mirror() -> str:
     """Returns the URL of the archive from which this machine's apt gets Debian."""
     if any(shutil.which(program) is None for program in ("apt-get", "dpkg-deb", "tar")):
-        raise UnavailableError("there is no apt-get, dpkg-deb or tar here: Debian's packages are what is fetched")
+        raise UnavailableError("this machine has no apt-get, dpkg-deb or tar, which fetching Debian's packages needs")
     if not KEYRING.exists():
         raise UnavailableError(f"Debian's keys ({KEYRING}) are missing: apt install debian-archive-keyring")
     targets = run(["apt-get", "indextargets", "--format", "$(REPO_URI)|$(ORIGIN)|$(LABEL)", "Created-By: Packages"], 60)
@@ -63,7 +63,9 @@ def debian_mirror() -> str:
 
 
 def run(command: list[str], timeout: float, *, cwd: Path | None = None, stdin: IO[bytes] | None = None) -> str:
-    """Runs a command for at most `timeout` seconds. Returns its stdout, or raises UnavailableError if it fails."""
+    """Runs a command for at most `timeout` seconds. Returns the command's stdout, or raises UnavailableError if the
+    command fails.
+    """
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=timeout, cwd=cwd, stdin=stdin
@@ -93,7 +95,8 @@ class Apt:
     def __init__(self, directory: Path, suite: str, installed: Path | None = None) -> None:
         for folder in ("state", "cache/archives/partial"):
             (directory / folder).mkdir(parents=True)
-        # apt reads a copy of the list, because it locks the list's directory, and only root may lock the system's.
+        # apt reads a copy of the list, because apt locks the list's directory, and only root may lock the system's
+        # directory.
         status = directory / "state/status"
         status.write_bytes(installed.read_bytes() if installed is not None else b"")
         available = LISTS / suite
@@ -133,7 +136,7 @@ class Apt:
         (available / COMPLETE).touch()
 
     def download_with_dependencies(self, *packages: str) -> list[Path]:
-        """Downloads packages and their dependencies, except installed ones. Returns the downloaded files."""
+        """Downloads packages and their dependencies, except installed packages. Returns the downloaded files."""
         run([*self._get, "install", "--download-only", *packages], 600)
         return sorted((self._directory / "cache/archives").glob("*.deb"))
 

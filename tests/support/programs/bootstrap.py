@@ -56,7 +56,7 @@ if world.size > 1 and world.rank in members:
     if world.rank == members[0]:
         with contextlib.suppress(WaitTimeoutError):
             late.all_gather(b"withdrawn too", 0, lambda: None)
-            raise AssertionError("it took a message that was withdrawn")
+            raise AssertionError("the rank took a message that was withdrawn")
         late.withdraw()
 world.Barrier()
 if world.size > 1 and world.rank in members:

@@ -23,7 +23,7 @@ TOKENS, HIDDEN, TOPK = 5, 8, 2
 
 
 def mpi_groups() -> list[tuple[Any, int, int]]:
-    """Returns for each MPI group that this process is in: the group, this process's rank in it, and its size."""
+    """Returns, for each MPI group of this process, the group, the process's rank in it, and its size."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -32,7 +32,7 @@ def mpi_groups() -> list[tuple[Any, int, int]]:
 
 
 def torch_groups() -> list[tuple[Any, int, int]]:
-    """Returns for each torch group that this process is in: the group, this process's rank in it, and its size."""
+    """Returns, for each torch group of this process, the group, the process's rank in it, and its size."""
     import torch.distributed as dist
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

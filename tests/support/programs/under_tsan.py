@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def use_instrumented(directory: Path) -> None:
-    """Replaces the installed extension modules by the instrumented ones."""
+    """Replaces the installed extension modules by instrumented modules."""
     for name in ("proxyccl.device._native", "proxyccl.proxy._engine", "proxyccl.proxy._transfers"):
         spec = importlib.util.spec_from_file_location(name, directory / f"{name}.so")
         assert spec is not None

@@ -14,7 +14,7 @@ WIRE_SCRIPT = Path(__file__).with_name("wire.sh")
 
 
 def run(*command: str) -> str:
-    """Runs a tool and returns its output. Raises CalledProcessError, with the output in a note, if it fails."""
+    """Returns the output of a command. Raises CalledProcessError, with the output in a note, if the command fails."""
     try:
         done = subprocess.run(command, check=True, timeout=30, capture_output=True, text=True)
     except subprocess.CalledProcessError as error:

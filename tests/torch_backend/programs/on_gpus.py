@@ -169,8 +169,8 @@ def call_until(call: Callable[[], None], is_ready: Callable[[], bool], device: t
 
 
 def gathers(device: torch.device) -> None:
-    """Checks long gathers on another stream while the default stream is busy: they go by proxy if peers have access to
-    the outputs of all ranks, and otherwise by kernels.
+    """Checks long gathers on another stream while the default stream is busy: the proxies move the data if peers have
+    access to the outputs of all ranks, otherwise kernels do.
     """
     rank, ranks, side = dist.get_rank(), dist.get_world_size(), torch.cuda.Stream(device)
     out = torch.empty(ranks * COUNT, device=device)
@@ -232,7 +232,7 @@ def ring(device: torch.device) -> None:
 
 
 def memory(device: torch.device) -> None:
-    """Checks that calls treat memory from the backend's allocator as registered, also if it is in a torch pool."""
+    """Checks that memory from the backend's allocator counts as registered, even if it is in a torch pool."""
     backend = dist.group.WORLD._get_backend(device)
     dist.all_reduce(torch.ones(1, device=device))
     assert backend.supports_tensor_alloc(device)

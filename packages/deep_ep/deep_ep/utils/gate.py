@@ -10,7 +10,7 @@ from deep_ep.utils.math import ceil_div
 
 _STEPS = 20
 _MOST = 100.0
-_THRESHOLD = 0.9  # scores above the threshold are those of a token's chosen experts
+_THRESHOLD = 0.9  # a token's chosen experts have scores above the threshold
 
 
 def get_unbalanced_scores(
