@@ -500,8 +500,7 @@ class SymmetricMemory:
         with self._lock:
             for announced in list(self._unsettled.values()):
                 self._tell_calls(announced)
-        # A thread that finds `_mapping` held returns. So the thread that held `_mapping` checks once more after
-        # releasing it.
+        # A thread that finds `_mapping` held returns, so the thread that held `_mapping` checks once more afterwards.
         while not self._closed and any(table.changes != self._seen[peer] for peer, table in self._peers.items()):
             if not self._mapping.acquire(blocking=wait):
                 return

@@ -87,9 +87,7 @@ class Blocks(Protocol):
         """Allocates physical memory for suspended blocks. If it raises DriverError, the blocks stay suspended."""
 
     def set_mapped(self, process: bytes, bases: Collection[int], mapped: bool) -> None:
-        """Implements `BaseRuntime.set_mapped`. Raises DriverError, or OSError if `process` does not send descriptors of
-        the blocks.
-        """
+        """Implements `BaseRuntime.set_mapped`. Raises DriverError, or OSError if `process` sends no descriptors."""
 
 
 class Driver(ABC):

@@ -130,9 +130,7 @@ class Launch:
         return 0
 
     def packed(self, index: int) -> VoidPointer:
-        """Returns the address of a packed argument. A write to this address changes later launches, but not launches
-        that are already queued.
-        """
+        """Returns the address of a packed argument. A write there changes later launches, but not queued ones."""
         return ffi.cast("void *", ffi.from_buffer(self._values[index]))
 
     def __call__(self, stream: StreamLike = None) -> None:

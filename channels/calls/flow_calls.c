@@ -413,8 +413,7 @@ static int add_part(const FlowCalls* self, const Side* side, size_t rank, uintpt
   return append(&reading->own, &part) == 0 ? 1 : -1;
 }
 
-/* Joins the halves of copies within this rank. Returns 1 on success; 0 if the halves do not match; -1 with an
- * exception. */
+/* Joins the halves of copies within this rank. Returns 1; 0 if the halves do not match; -1 with an exception. */
 static int pair_own(Reading* reading) {
   const size_t count = reading->sent_own;
   if (reading->own.count != 2 * count) return 0;

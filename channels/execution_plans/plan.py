@@ -209,9 +209,7 @@ class ExecutionPlan:
 
     @functools.cached_property
     def touched(self) -> list[dict[int, Place]]:
-        """For each rank, the peers whose memory the rank's kernels access, and the first operation that accesses the
-        peer's memory.
-        """
+        """For each rank, the peers whose memory the rank's kernels access, each with the first such operation."""
         found: list[dict[int, Place]] = [{} for _ in range(self.world_size)]
         for rank in range(self.world_size):
             for operation, _ in self.operations(rank):
@@ -262,9 +260,7 @@ class ExecutionPlan:
         return [tuple(sorted(peer for one, peer in both if one == rank)) for rank in range(self.world_size)]
 
     def _check_signals(self) -> None:
-        """Requires equal numbers of signals and waits on each channel: the next execution would consume a surplus
-        signal.
-        """
+        """Requires equal numbers of signals and waits: the next execution would consume a surplus signal."""
         sent: dict[tuple[int, int, str, int], _Times] = {}
         awaited: dict[tuple[int, int, str, int], _Times] = {}
         for rank in range(self.world_size):
@@ -285,9 +281,7 @@ class ExecutionPlan:
                 )
 
     def _check_inside(self, rank: int) -> None:
-        """Requires that all threadblocks of a barrier arrive equally often, and that each semaphore is acquired and
-        released equally often.
-        """
+        """Requires equally many arrivals of a barrier's threadblocks, and acquisitions and releases of a semaphore."""
         barriers: dict[int, dict[int, _Times]] = {}
         sizes: dict[int, int] = {}
         semaphores: dict[int, list[_Times]] = {}

@@ -377,8 +377,7 @@ const EmulatorApi kApi = {syncBlock, shuffleLanes, ballotLanes, spin, nowNanosec
   --block->live;
   warp.live &= ~(1u << fiber->lane);
   block->idle_rounds = 0;
-  // Releases the fibers that waited for this fiber. This fiber stays linked until the released fibers are linked after
-  // it.
+  // Releases the fibers that waited for this fiber, which stays linked until the released fibers are linked after it.
   if (block->live > 0 && block->at_barrier == block->live) releaseBarrier(block, fiber);
   for (uint32_t lane = 0; lane < kWarp && warp.waiting; ++lane)
     if (warp.waiting >> lane & 1)

@@ -63,8 +63,7 @@ class HostRuntime(Runtime):
             proxy's thread makes the copies, which is faster with few cores.
         cxxflags: options for the C++ compiler, for example for a sanitizer. With options, shipped kernels are compiled
             at run time.
-        blocks: maximum number of a shipped collective's blocks, the same on all ranks; more than a rank's cores make
-            it slower.
+        blocks: maximum number of a collective's blocks, the same on all ranks; more than a rank's cores are slower.
     """
 
     name = "host"

@@ -35,8 +35,7 @@ typedef struct ProxycclFlows {
   ProxycclControl* control;
   /* [lanes][2][world_size]: index 0 of the second dimension is the flow from the lower to the higher rank. */
   ProxycclLink* links;
-  uint64_t*
-      pieces; /* [lanes][2][world_size], in device memory: numbers of pieces that this rank has sent or received */
+  uint64_t* pieces; /* [lanes][2][world_size], in device memory: number of pieces sent or received */
   /* Scratch memory, with the same layout on each rank: [lanes][world_size][slots] slots for data from each
    * rank. If some peer is not mapped, the same number of slots from staging_offset on hold the data that the proxy
    * sends to each rank. */

@@ -1,5 +1,4 @@
-// A block's links to the blocks with the same number on all other ranks, whose memory is mapped. Thread p serves rank
-// p.
+// A block's links to the blocks of the same number on all other ranks, which are mapped. Thread p serves rank p.
 #pragma once
 
 #include "proxyccl/proxyccl.h"

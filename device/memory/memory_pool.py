@@ -84,9 +84,7 @@ class MemoryPool:
             room = count
 
     def hold(self, number: int) -> SegmentHold | None:
-        """Keeps a segment's memory even if the library frees the segment. Returns None if the library has already freed
-        the segment.
-        """
+        """Keeps a segment's memory even if the library frees the segment. Returns None if it was already freed."""
         if not lib.proxyccl_pool_hold(self._device, number):
             return None
         return SegmentHold(_release, self._runtime, number)

@@ -139,9 +139,7 @@ class GroupThreads:
         return self.of(device, _callbacks.depth + 1)
 
     def of(self, device: torch.device, of: Flow | int | None) -> Executor:
-        """Returns the thread of a flow or of a callbacks' nesting depth; if `of` is None, returns the thread of all
-        other calls.
-        """
+        """Returns the thread of a flow or of a callbacks' nesting depth; if `of` is None, of all other calls."""
         with self._lock:
             if (device, of) not in self._made:
                 if isinstance(of, int):

@@ -66,9 +66,7 @@ class StoreBootstrap(BoardBootstrap):
         return NoteBoard(_Notes(PrefixStore("board", self._store)), self.rank)
 
     def close(self) -> None:
-        """Ends the bootstrap's use, and drops its reference to the store. The store closes when its last reference is
-        dropped.
-        """
+        """Ends the bootstrap's use, and drops its reference to the store, which closes with its last reference."""
         self._open_store = None
 
     @property

@@ -40,9 +40,7 @@ class _Flow:
         self.ended_count += count
 
     def count_ended(self) -> int:
-        """Counts the calls that have ended, by a binary search among the calls that can be queried, because calls end
-        in order.
-        """
+        """Counts the calls that have ended, by a binary search of the calls with a mark, because calls end in order."""
         calls = list(self.calls)
         known = [place for place, call in enumerate(calls) if call[2] is not None]
         first, end = 0, len(known)  # the first call that has not ended is in this range

@@ -58,9 +58,8 @@ def _outgoing(channel):
 def remote(channel, dtype: tl.constexpr):
     """Returns a pointer of type `dtype` to the start of the peer's memory, for loads and stores.
 
-    Loads and stores through this pointer have no memory order; a later `sm_signal` tells the peer that these accesses
-    are done. To be fast in inner loops, such loads and stores are not checked against the memory's size
-    (`remote_bytes`).
+    Loads and stores through this pointer have no memory order; a later `sm_signal` tells the peer that they are done.
+    To be fast in inner loops, such loads and stores are not checked against the memory's size (`remote_bytes`).
     """
     _require(channel)
     return long_at(channel, c.SM_DST_8).to(tl.pointer_type(dtype))

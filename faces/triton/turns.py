@@ -73,8 +73,7 @@ class Launch:
         """Runs all programs. Raises the exception of the first program that failed.
 
         All programs have ended when `run` returns or raises. If a signal handler raises an exception, all programs end
-        at their next wait, and `run` waits for them; if the handler raises again during that wait, `run` raises
-        immediately.
+        at their next wait, and `run` waits for them; if the handler raises again, `run` raises immediately.
         """
         if threading.current_thread() is threading.main_thread():
             # In the main thread, a signal handler's exception could end a program in the middle of a push, which can't

@@ -89,8 +89,7 @@ def _describe_wait(control, question, kind, peer, channel, expected, seen):
 @out_of_line
 def check_wait(control, kind, peer, channel, expected, seen, started):
     """Checks the abort word and the clock for a wait that has spun for long. Returns 0 if the wait must give up,
-    otherwise the time when the wait began. The first check passes 0 as `started`; each later check passes the previous
-    result.
+    otherwise the time when the wait began. The first check passes 0 as `started`, later checks the previous result.
     """
     words = words_at(control)
     abort = load_acquire_system(words + c.CONTROL_ABORT_4)

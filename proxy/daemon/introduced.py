@@ -48,9 +48,7 @@ def offer(path: Path, timeout: float) -> None:
 
 
 def reach_through(path: Path) -> None:
-    """If a daemon listens at a path, lets this process reach, through the daemon, processes that this process can't
-    reach directly.
-    """
+    """If a daemon listens at a path, connects this process through it to processes that are not reachable directly."""
     sockets.add_broker(f"{DAEMON} at {path}", lambda token, seconds: _reach(path, token, seconds))
 
 

@@ -117,9 +117,7 @@ class JobDaemon(DaemonAddress):
         return True
 
     def last_words(self) -> str:
-        """Returns the last line that the daemon wrote to stderr; "" if there is no line or this process can't read the
-        line.
-        """
+        """Returns the last line that the daemon wrote to stderr; "" if this process can't read such a line."""
         if self._errors is None:
             return ""
         lines = _text_of(self._errors).splitlines()

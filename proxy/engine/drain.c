@@ -249,8 +249,7 @@ static __attribute__((noinline)) ProxycclOutcome visit_traced(ProxycclWorker *wo
     now = end;
     if (result != CONTINUE || taken < limit || taken == left) break;
   }
-  if (trace->next == begin + 1)
-    trace->next = begin; /* removes the mark PROXYCCL_MARK_SEEN, because no trigger was taken */
+  if (trace->next == begin + 1) trace->next = begin; /* removes the SEEN mark, because no trigger was taken */
   trace_publish(trace, worker->stats);
   return result;
 }

@@ -29,13 +29,11 @@ typedef enum ProxycclStagedRefusal {
 } ProxycclStagedRefusal;
 
 enum {
-  PROXYCCL_STAGED_WRITE_TARGETS =
-      4096,                  /* maximum number of memory ranges that a rank offers to peers for writing and reading */
-  PROXYCCL_STAGED_GETS = 64, /* maximum number of incomplete gets of a rank; a power of two */
-  PROXYCCL_STAGED_MESSAGES =
-      256,                    /* maximum number of messages of a rank without a credit from the peer; a power of two */
-  PROXYCCL_STAGED_ALIGN = 64, /* alignment of messages in a ring, and of a ring's length */
-  PROXYCCL_STAGED_WIRES = 16, /* maximum number of wires that a connection may have */
+  PROXYCCL_STAGED_WRITE_TARGETS = 4096, /* maximum number of memory ranges that a rank offers to peers */
+  PROXYCCL_STAGED_GETS = 64,            /* maximum number of incomplete gets of a rank; a power of two */
+  PROXYCCL_STAGED_MESSAGES = 256,       /* maximum number of a rank's messages without a credit; a power of two */
+  PROXYCCL_STAGED_ALIGN = 64,           /* alignment of messages in a ring, and of a ring's length */
+  PROXYCCL_STAGED_WIRES = 16,           /* maximum number of wires that a connection may have */
   PROXYCCL_STAGED_WORDS_BYTES = 2432
 };
 

@@ -95,8 +95,7 @@ struct ProxycclWorker {
 };
 
 enum {
-  POLL_INTERVAL =
-      256 /* maximum number of triggers that a worker takes from a ring between two polls of the connections */
+  POLL_INTERVAL = 256 /* maximum number of triggers taken from a ring between two polls of the connections */
 };
 
 /* Returns the number of triggers for which a connection has room now. */

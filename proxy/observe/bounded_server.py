@@ -125,9 +125,7 @@ class LocalPages(BaseHTTPRequestHandler):
     host = "localhost"
 
     def parse_request(self) -> bool:
-        """Parses and checks a request. Returns whether the base class should call the method of the request, such as
-        `do_GET`.
-        """
+        """Parses and checks a request. Returns whether the base class should call the request's method."""
         if not super().parse_request():
             if not self.requestline.split():  # the base class answers other malformed requests
                 self.send_error(400, "Bad request syntax")

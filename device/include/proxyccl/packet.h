@@ -84,8 +84,7 @@ PROXYCCL_DEVICE typename Packet::Payload readPacket(const Packet* packet, uint32
   return payload;
 }
 
-/// Returns whether a flag is valid. Flag 0 is invalid, because zeroed memory holds 0: a wait for 0 would succeed too
-/// early.
+/// Returns whether a flag is valid. Flag 0 is invalid: a wait for 0 would succeed too early, in zeroed memory.
 ///
 /// An invalid flag ends the communicator with a TriggerError. The parameters are those of readPacket().
 PROXYCCL_DEVICE bool flagIsValid(uint32_t flag, Control* control, uint32_t peer, uint32_t channel) {

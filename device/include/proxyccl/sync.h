@@ -49,8 +49,7 @@ struct DeviceSyncer {
 struct DeviceSemaphore {
   int32_t count;
 
-  /// Adds one, and releases the data that the block wrote before a syncThreadsDevice(). One thread of a block calls
-  /// release().
+  /// Adds one, and releases the block's writes before a syncThreadsDevice(). One thread of a block calls release().
   PROXYCCL_DEVICE void release() { fetchAddAcqRelDevice<int32_t>(&count, 1); }
 
   /// Waits until the count is positive, then subtracts one. One thread of a block calls acquire(). The block may then

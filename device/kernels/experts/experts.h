@@ -50,9 +50,8 @@ enum {
   PROXYCCL_MASKED_RANKS = 64,         /* maximum number of ranks whose choices are announced as masks */
   PROXYCCL_ANNOUNCED_PAYLOADS = 2304, /* most 8-byte payloads (heads and choices of all ranks) that a block keeps */
   PROXYCCL_SUMMED_WORDS = 16,         /* the bits of this many words of a mask are counted together */
-  PROXYCCL_KEPT_TARGETS =
-      4096, /* maximum number of slots of a segment whose targets a block keeps while it counts slots */
-  PROXYCCL_CACHED_ROWS = 2048, /* maximum number of slots of a block whose rows a combine looks up in advance */
+  PROXYCCL_KEPT_TARGETS = 4096,       /* while a block counts slots, it keeps the targets of up to this many slots */
+  PROXYCCL_CACHED_ROWS = 2048,        /* maximum number of slots of a block whose rows a combine looks up in advance */
   PROXYCCL_EXPERT_COUNTERS =
       2048, /* maximum number of counters that a block keeps in shared memory; more are in device memory (`bases`) */
   /* Phases of a dispatch. A call may divide the phases over several kernels, in this order. */
