@@ -14,7 +14,7 @@ typedef struct ProxycclStreamOrder {
   int (*record)(void* event, void* stream);               /* cuEventRecord, hipEventRecord */
   int (*wait)(void* stream, void* event, unsigned flags); /* cuStreamWaitEvent, hipStreamWaitEvent */
   int (*query)(void* event);                              /* cuEventQuery, hipEventQuery */
-  int (*is_capturing)(void* stream, int* status);         /* cuStreamIsCapturing, hip's; NULL on the host */
+  int (*is_capturing)(void* stream, int* status);         /* cuStreamIsCapturing, HIP's equivalent; NULL on the host */
   int (*exchange_capture_mode)(int* mode);                /* cuThreadExchangeStreamCaptureMode, hip's */
   int (*current)(uint64_t* context);                      /* cuCtxGetCurrent, hipGetDevice; NULL on the host */
   int relaxed;                                            /* the capture mode that allows queries of events */

@@ -34,7 +34,7 @@ _LOCATED = re.compile(r"(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$(?P<path>.*)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 _LONG_NUMBER = re.compile(rb"-[0-9]{19,}|[0-9]{20,}")  # an integer with fewer digits than this fits in 64 bits
 _INTEGERS = range(-(2**63), 2**64)
-_MOST_DIGITS = 20  # of an integer of 64 bits, with its sign
+_MOST_DIGITS = 20  # maximum number of characters of a 64-bit integer, with its sign
 
 T = TypeVar("T")
 

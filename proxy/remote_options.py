@@ -63,7 +63,7 @@ class _FromEnvironment:
                 object.__setattr__(self, each.name, self._checked(each.name, each.name, value))
         one, several = self._names
         if getattr(self, one) is not None and getattr(self, several) is not None:
-            raise ArgumentError(several, f"must be None where {one} names one, {getattr(self, one)!r}")
+            raise ArgumentError(several, f"must be None, because {one} is {getattr(self, one)!r}")
 
     @classmethod
     def _checked(cls, option: str, shown: str, value: object) -> object:

@@ -165,7 +165,7 @@ class MemoryTable:
             if run == windows:
                 return i - windows + 1
         raise ResourceError(
-            f"no {windows} consecutive memory ids are free of {MAX_MEMORIES}: "
+            f"of {MAX_MEMORIES} memory ids, no {windows} consecutive ids are free: "
             f"{sum(self._used)} are in use; close memories that are no longer needed"
         )
 

@@ -63,7 +63,7 @@ class ExecutionPlans:
             return
         group = self._group
         if plan.world_size != group.world_size:
-            raise ArgumentError("plan", f"{plan!r}; expected a plan for the communicator's {group.world_size}")
+            raise ArgumentError("plan", f"{plan!r}; expected a plan for the communicator's {group.world_size} ranks")
         for rank, peers in enumerate(plan.touched):
             for peer, place in peers.items():
                 if not group.topology.may_touch(rank, peer):

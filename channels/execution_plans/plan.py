@@ -291,7 +291,7 @@ class ExecutionPlan:
                 number, blocks = operation.numbers
                 barriers.setdefault(number, {}).setdefault(place.threadblock, Counter())[times] += 1
                 if sizes.setdefault(number, blocks) != blocks:
-                    raise place.refuse(f"barrier {number} of {blocks} threadblocks; elsewhere of {sizes[number]}")
+                    raise place.refuse(f"barrier {number} of {blocks} threadblocks; expected {sizes[number]}")
             elif name.startswith("sem_"):
                 for number in operation.numbers:
                     counts = semaphores.setdefault(number, [Counter(), Counter()])

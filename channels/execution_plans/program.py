@@ -242,7 +242,7 @@ class Reader:
                 raise place.refuse("expected a channel for each destination, to its rank")
         group_info = op.tbg_info
         if group_info is not None and group_info.tb_id >= group_info.tbg_size:
-            raise place.refuse(f"tb_id {group_info.tb_id} of {group_info.tbg_size}")
+            raise place.refuse(f"tb_id {group_info.tb_id} of {group_info.tbg_size}; expected less than tbg_size")
         part, parts = (0, 1) if group_info is None else (group_info.tb_id, group_info.tbg_size)
         return Operation(place, moving, channels, sources, destinations, op.reduce_op, part, parts)
 

@@ -79,7 +79,7 @@ class LayerParts:
         if self.options.padded_rows and desc.rows != self.options.fixed_rows:
             raise ArgumentError(
                 "ep_a2a_layout_desc",
-                f"has {desc.rows} padded rows, and this layer {self.options.fixed_rows}; see narrowed",
+                f"has {desc.rows} padded rows; this layer has {self.options.fixed_rows} (see narrowed)",
             )
         return desc
 

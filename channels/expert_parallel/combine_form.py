@@ -165,5 +165,5 @@ def _check_combine(
     if order_ids is None:
         return 0
     if not parts.sums_ranks_in_turn:
-        raise ArgumentError("order_ids", "needs one node, and a row or a sum of each rank")
+        raise ArgumentError("order_ids", "needs one node, one row or sum from each rank, and no placement")
     return index_array(group, order_ids, "order_ids", slots).dtype.itemsize

@@ -145,7 +145,7 @@ class Geometry:
         inboxes = 2 if self.announces in ("ids", "masks") else e.kept_calls
         e.inbox = areas.take(inboxes * local_size * e.slab_bytes)
         e.rail, e.outbox = areas.take(crossing * e.slab_bytes), areas.take(crossing * e.slab_bytes)
-        places = min(local_size, config.topk) if chosen_per_rank else config.topk  # the most rows of a token
+        places = min(local_size, config.topk) if chosen_per_rank else config.topk  # maximum number of rows of a token
         e.returns = areas.take(e.kept_calls * (local_size if options.enable_local_combine else places) * return_bytes)
         e.return_rails = areas.take(nodes * places * return_bytes if crossing else 0)
         e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)

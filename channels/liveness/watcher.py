@@ -32,7 +32,7 @@ from proxyccl.device.process import forks
 from proxyccl.device.process.threads import Thread
 
 _logger = logging.getLogger("proxyccl")
-_MOST_RINGS = 64  # the most datagrams that one turn of a thread takes; poll() reports the others again
+_MOST_RINGS = 64  # maximum number of datagrams that one turn of a thread takes; poll() reports the others again
 
 
 class WatchThread:

@@ -135,7 +135,7 @@ class _Planner:
             self._cells[layout] = list(_cells(parts, len(held)))
         for box, having, wanting in self._cells[layout]:
             if not having:
-                raise ArgumentError("sources", f"none has {tensor} from {box.start} on, of shape {box.shape}")
+                raise ArgumentError("sources", f"no source has {tensor} from {box.start} on, of shape {box.shape}")
             self._share(box, [held[index] for index in having], [wanted[index] for index in wanting])
 
     def _share(self, box: Box, having: list[_Candidate], wanting: list[_Candidate]) -> None:

@@ -29,7 +29,7 @@ class WeightSource(Holder):
         super().__init__(agent)
         self._measures = amax
         self._amaxes: list[Amaxes] = []
-        self._described = 0  # the number of parts, with their amaxes, in the last card
+        self._described = 0  # number of parts that the last card described, with their amaxes
 
     def card(self) -> bytes:
         if self._measures:

@@ -102,7 +102,7 @@ proxyccl_host_switch:
 constexpr uint64_t kSwitchFrame = 160;
 constexpr uint64_t kReturnAddress = 88;  // x30
 #else
-#error "the host runtime knows x86-64 and aarch64"
+#error "the host runtime supports only x86-64 and aarch64"
 #endif
 
 namespace proxyccl {

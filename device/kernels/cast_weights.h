@@ -17,7 +17,7 @@ enum WeightType : uint64_t { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kScale 
 struct WeightTile {
   uint64_t from, to;  // addresses of the first element
   uint64_t from_type, to_type;
-  uint64_t from_stride, to_stride;  // from one row to the next
+  uint64_t from_stride, to_stride;  // distance from one row to the next
   uint64_t rows, columns;
   uint64_t row, column;               // the first element's position in its block
   uint64_t scales;                    // address of the scale, or of the amax, of the first block; 0 for none

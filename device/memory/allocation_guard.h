@@ -14,7 +14,7 @@ typedef struct ProxycclAllocation {
 typedef struct ProxycclAllocationGuard {
   /* cuPointerGetAttribute, hipPointerGetAttribute, proxyccl_host_pointer_attribute */
   int (*pointer_attribute)(void* data, int attribute, uint64_t ptr);
-  int attribute;                         /* CU_POINTER_ATTRIBUTE_BUFFER_ID or HIP's, a 64-bit allocation number */
+  int attribute; /* CU_POINTER_ATTRIBUTE_BUFFER_ID or HIP's equivalent: selects a 64-bit number */
   const ProxycclAllocation* allocations; /* several adjacent allocations, in ascending order */
   uint32_t count;
 } ProxycclAllocationGuard;

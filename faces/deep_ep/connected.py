@@ -121,7 +121,7 @@ class Connected:
         def hook() -> None:
             nonlocal was_called
             if was_called:
-                raise ArgumentError("hook", "was called already; a hook receives once")
+                raise ArgumentError("hook", "was called already; a hook can be called only once")
             if layer.ctx not in self._usable().all:
                 raise ArgumentError("hook", "comes from a call before ranks were lost; dispatch again")
             with names.told():

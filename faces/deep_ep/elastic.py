@@ -114,7 +114,7 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         self.num_nvlink_ranks = self.communicator.local_world_size
         self.num_rdma_ranks = self.num_ranks // self.num_nvlink_ranks
         if self.num_rdma_ranks > 1 and not allow_multiple_reduction:
-            raise refuse("allow_multiple_reduction=False across nodes", "each node sends a rounded sum")
+            raise refuse("allow_multiple_reduction=False across nodes", "each node rounds the sum that it sends")
         self.allow_hybrid_mode, self.allow_multiple_reduction = allow_hybrid_mode, allow_multiple_reduction
         self.deterministic, self.prefer_overlap_with_compute = deterministic, prefer_overlap_with_compute
         self.num_allocated_qps, self.num_max_tokens_per_rank = num_allocated_qps, num_max_tokens_per_rank

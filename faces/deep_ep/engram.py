@@ -179,7 +179,7 @@ class EngramCalls(ElasticBase):
                 "storage", f"has {view.nbytes} bytes; num_cpu_bytes of the buffer is {self.num_cpu_bytes}"
             )
         if self.num_rdma_ranks > 1:
-            raise refuse("ElasticBuffer.engram_write across nodes", "rows are read where they lie")
+            raise refuse("ElasticBuffer.engram_write across nodes", "kernels read rows from other ranks' memory")
         if self._stored is None:
             self._stored = StoredRows(self.communicator.group, self.num_cpu_bytes)
         self._stored.write(view, hidden * storage.itemsize)

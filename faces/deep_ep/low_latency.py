@@ -50,8 +50,8 @@ def dispatch(
     stats: torch.Tensor | None,
     global_scale: torch.Tensor | None,
 ) -> tuple[Rows, torch.Tensor, Handle, Half | None]:
-    """Makes a `Buffer.low_latency_dispatch`, and returns that method's results without the event, and with a `Half` or
-    None instead of the hook.
+    """Does the work of `Buffer.low_latency_dispatch`. Returns that method's results without the event, and with a
+    `Half` or None instead of the hook.
     """
     try:
         key = options, x.shape[1], x.dtype, topk_idx.shape[1], topk_idx.dtype

@@ -30,7 +30,7 @@ def as_torch_error(error: BaseException) -> BaseException:
         return error
     kind = type(error).__name__
     if isinstance(error, WaitTimeoutError):
-        kind = f"Timed out with {kind}"  # torch's programs search errors for these words
+        kind = f"Timed out with {kind}"  # programs that use torch search errors for these words
     translated: RuntimeError = DistBackendError(f"proxyccl: {kind}: {error}")
     translated.__cause__ = error
     return translated

@@ -77,7 +77,7 @@ static ALWAYS_INLINE void end_run(Route *route, uint32_t taken, uint64_t end) {
 /* Returns the value of Route.names for a trigger. If a trigger has no transfer or carries a value, the trigger's
  * put-or-get bit has no meaning. */
 static uint64_t names_of(ProxycclTrigger trigger) {
-  _Static_assert(PROXYCCL_GET_SHIFT == PROXYCCL_PARITY_SHIFT - PROXYCCL_SRC_MEMORY_SHIFT, "where the parity was");
+  _Static_assert(PROXYCCL_GET_SHIFT == PROXYCCL_PARITY_SHIFT - PROXYCCL_SRC_MEMORY_SHIFT, "get takes parity's place");
   return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1) | (trigger.word0 & 1ull << PROXYCCL_GET_SHIFT);
 }
 

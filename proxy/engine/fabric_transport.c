@@ -49,7 +49,7 @@ typedef struct {
 enum { DELIVERED = UINT32_MAX };
 
 _Static_assert(sizeof(FabricRequest) <= PROXYCCL_FABRIC_REQUEST_BYTES,
-               "a request has its place in the memory of requests");
+               "a request fits in its part of the memory `requests`");
 
 struct FabricConnection {
   QueuedConnection queue;

@@ -21,7 +21,7 @@ enum {
   COMPLETIONS = 16 /* maximum number of completions that one call reads */
 };
 
-_Static_assert((int)OPERATIONS == (int)PROXYCCL_VERBS_OPERATIONS, "the length of the queue that the header tells");
+_Static_assert((int)OPERATIONS == (int)PROXYCCL_VERBS_OPERATIONS, "the header declares the length of the queue");
 
 typedef struct {
   QueuedConnection queue;

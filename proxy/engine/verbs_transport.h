@@ -37,7 +37,7 @@ typedef struct ProxycclVerbsOptions {
   uint32_t send_depth;  /* work requests that the queue pair's send queue can hold */
   uint32_t cq_depth;    /* completions that the queue pair's send completion queue can hold */
   uint32_t max_message; /* maximum number of bytes of one request */
-  uint32_t reads;  /* most RDMA reads that the queue pair may have outstanding; 0 if the queue pair supports no reads */
+  uint32_t reads;  /* number of RDMA reads that may be outstanding at a time; 0 if the queue pair supports no reads */
   uint32_t signal; /* ProxycclVerbsSignal */
   uint32_t signal_rkey;  /* rkey of the memory with the peer's semaphore words */
   uint32_t scratch_lkey; /* for FETCH_ADD: lkey of `scratch` */

@@ -80,7 +80,7 @@ class VerbsDevice:
                 port_attributes = context.query_port(port)
             active_mtu = MTUS[port_attributes.active_mtu - 1]
             if options.mtu is not None and options.mtu > active_mtu:
-                raise ArgumentError("mtu", f"{options.mtu} is more than {name} port {port} has, {active_mtu}")
+                raise ArgumentError("mtu", f"{options.mtu} exceeds the active MTU of {name} port {port}, {active_mtu}")
             self.mtu = options.mtu or active_mtu
             self.max_message: int = port_attributes.max_msg_sz
             has_atomics = limits.atomic_caps != api.enumerator("IBV_ATOMIC_NONE")

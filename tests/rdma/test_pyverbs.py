@@ -159,7 +159,7 @@ def test_an_argument_that_names_adapters_replaces_all_names_in_the_environment(m
     monkeypatch.setenv("PROXYCCL_FABRIC_INTERFACE", "eth2")
     assert FabricOptions.from_environment() == FabricOptions(interfaces=("eth0", "eth1"))
     monkeypatch.setenv("PROXYCCL_FABRIC", "interfaces=eth0,eth1,interface=eth2")
-    with pytest.raises(ArgumentError, match="interfaces: must be None where interface names one, 'eth2'"):
+    with pytest.raises(ArgumentError, match="interfaces: must be None, because interface is 'eth2'"):
         FabricOptions.from_environment()
 
 
@@ -673,7 +673,7 @@ def test_queues_are_as_deep_as_the_device_lets_them(opened: Open) -> None:
 
 
 def test_options_and_choices_beyond_the_port_are_refused(opened: Open) -> None:
-    with pytest.raises(ArgumentError, match="mtu: 4096 is more than rxe0 port 1 has, 2048"):
+    with pytest.raises(ArgumentError, match="mtu: 4096 exceeds the active MTU of rxe0 port 1, 2048"):
         opened(mtu=4096)
     with pytest.raises(
         ArgumentError, match=r"gid_index: rxe0 port 1 has no GID 7; there is GID 0 fe80::1 \(RoCE v2\), GID 1"

@@ -222,13 +222,13 @@ def test_numpys_integers_place_a_part() -> None:
 def test_wrong_arguments_are_named() -> None:
     whole = matrix(4, 4, "a", Replicate())
     half = {"a": held("w", (4, 4), "int64", [Box((0, 0), (2, 4))])}
-    with pytest.raises(ArgumentError, match=r"none has w from \(2, 0\) on, of shape \(2, 4\)"):
+    with pytest.raises(ArgumentError, match=r"no source has w from \(2, 0\) on, of shape \(2, 4\)"):
         simulate(half, matrix(4, 4, "s", Replicate()))
     with pytest.raises(ArgumentError, match="a is a source too"):
         simulate(whole, whole)
     with pytest.raises(ArgumentError, match="w: s has dtype 'float64', to which 'int64' is not cast"):
         simulate(whole, {"s": held("w", (4, 4), "float64", [Box((0, 0), (4, 4))])})
-    with pytest.raises(ArgumentError, match="none has other"):
+    with pytest.raises(ArgumentError, match="no source has other"):
         simulate(whole, {"s": held("other", (4,), "int64", [Box((0,), (4,))])})
     for mesh, placements in ((["a", "a"], [Shard(0)]), (["a"], []), (["a"], [Shard(2)]), ([["a"], ["b", "c"]], [])):
         with pytest.raises(ArgumentError):

@@ -27,7 +27,7 @@ PROXYCCL_PIECE(8, uint64_t)
 
 template <class T>
 struct Pieces {
-  static_assert(__is_trivially_copyable(T), "its bytes are moved: the element must be trivially copyable");
+  static_assert(__is_trivially_copyable(T), "an element must be trivially copyable: its bytes are moved");
   using Piece = typename PieceOf<alignof(T)>::Type;
   static constexpr size_t kCount = sizeof(T) / sizeof(Piece);
   Piece pieces[kCount];

@@ -20,7 +20,7 @@ constexpr uint32_t kMaxPieces = 4;  // maximum number of pieces of a row
 // most kMaxPieces for each of 2^24 tokens.
 constexpr uint32_t kItemBits = 27;
 constexpr uint64_t kAllItems = (1ull << kItemBits) - 1;
-static_assert(kMaxPieces << 24 <= kAllItems, "an item's number fits in a flag");
+static_assert(kMaxPieces << 24 <= kAllItems, "the number of items fits in a flag");
 
 PROXYCCL_DEVICE uint64_t flagValue(uint64_t call, uint64_t items) { return call << kItemBits | items; }
 

@@ -48,7 +48,7 @@ enum {
   PROXYCCL_ANNOUNCED_EXPERTS = 1024,
   PROXYCCL_IDS_PER_PACKET = 4,
   PROXYCCL_MASKED_RANKS = 64,         /* maximum number of ranks whose choices are announced as masks */
-  PROXYCCL_ANNOUNCED_PAYLOADS = 2304, /* most 8-byte payloads (heads and choices of all ranks) that a block keeps */
+  PROXYCCL_ANNOUNCED_PAYLOADS = 2304, /* 8-byte payloads (heads and choices of all ranks) that a block can keep */
   PROXYCCL_SUMMED_WORDS = 16,         /* the bits of this many words of a mask are counted together */
   PROXYCCL_KEPT_TARGETS = 4096,       /* while a block counts slots, it keeps the targets of up to this many slots */
   PROXYCCL_CACHED_ROWS = 2048,        /* maximum number of slots of a block whose rows a combine looks up in advance */
@@ -125,7 +125,7 @@ typedef struct ProxycclExperts {
   const uint32_t* members; /* [nodes][local_size]: ranks */
   uint32_t experts_per_rank, topk, max_tokens;
   uint32_t blocks;                   /* number of blocks of a kernel, and of segments of a combine */
-  uint32_t segments, segment_tokens; /* number of segments of a dispatch, and most tokens of a segment */
+  uint32_t segments, segment_tokens; /* number of segments of a dispatch, and maximum number of tokens of one */
   uint32_t local_combine, weight_bytes;
   uint32_t chosen_per_rank;                /* number of experts per rank, if tokens have one row per rank; else 0 */
   uint32_t padded_rows;                    /* maximum number of rows of an expert, if rows are padded; else 0 */

@@ -380,7 +380,7 @@ def test_a_device_has_no_more_mtu_than_its_port(devices: list[RdmaDevice]) -> No
     run("ip", "link", "set", INTERFACES[0], "mtu", "1500")
     try:
         options = RdmaOptions(device=DEVICES[0], mtu=4096)
-        with pytest.raises(ArgumentError, match=f"mtu: 4096 is more than {DEVICES[0]} port 1 has, 1024"):
+        with pytest.raises(ArgumentError, match=f"mtu: 4096 exceeds the active MTU of {DEVICES[0]} port 1, 1024"):
             VerbsDevice(choose_devices(devices, options)[0], options)
     finally:
         run("ip", "link", "set", INTERFACES[0], "mtu", "4200")

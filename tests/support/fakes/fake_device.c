@@ -95,7 +95,7 @@ static void complete(FakeDevice *device, const Request *request, uint64_t number
 
 static void note_signal(FakeDevice *device, const Request *request) {
   if (device->counts.signals == MAX_SIGNALS) {
-    note(device, "more signals than the fake device notes");
+    note(device, "more signals than the fake device can record");
     return;
   }
   device->signals[device->counts.signals++] =
@@ -161,7 +161,7 @@ static int take(FakeDevice *device, const struct ibv_send_wr *wr) {
     return ENOMEM;
   }
   if (wr->num_sge != 1) {
-    note(device, "a request has not one part");
+    note(device, "a request does not have exactly one part");
     return EINVAL;
   }
   request = &device->queue[++device->posted % device->send_depth];
@@ -180,7 +180,7 @@ static int take(FakeDevice *device, const struct ibv_send_wr *wr) {
   } else {
     request->remote = wr->wr.rdma.remote_addr;
     request->rkey = wr->wr.rdma.rkey;
-    if (request->opcode == IBV_WR_RDMA_READ && device->reads == 0) note(device, "a read on a device that makes none");
+    if (request->opcode == IBV_WR_RDMA_READ && device->reads == 0) note(device, "a read on a device without reads");
     if (request->opcode != IBV_WR_RDMA_WRITE && request->opcode != IBV_WR_RDMA_READ)
       note(device, "a request is neither a write nor a read nor an atomic add");
   }
@@ -279,7 +279,7 @@ uint32_t fake_qp_num(const FakeDevice *device) { return device->qp.qp_num; }
   } while (0)
 
 void fake_register(FakeDevice *device, uint32_t key, uintptr_t base, uint64_t bytes) {
-  ALONE(if (device->memory_count == MAX_MEMORIES) note(device, "more memories than the fake device knows");
+  ALONE(if (device->memory_count == MAX_MEMORIES) note(device, "more memories than the fake device can hold");
         else device->memories[device->memory_count++] = ((Memory){key, base, bytes}));
 }
 

@@ -86,7 +86,7 @@ static int carry_out_part(FakeEndpoint *self, const Request *write, const Part *
   /* A write whose source is inside its own request is a signal if it has 8 bytes, else a put of a value. */
   if (part->source >= (uint64_t)write->context && part->source < (uint64_t)write->context + 128) {
     if (part->bytes != 8) return 0;
-    if (self->counts.signals == MAX_SIGNALS) note(self, "more signals than the fake endpoint notes");
+    if (self->counts.signals == MAX_SIGNALS) note(self, "more signals than the fake endpoint can record");
     self->signals[self->counts.signals++ % MAX_SIGNALS] =
         (FakeFabricSignal){(uint64_t)target, *(uint64_t *)target, self->counts.bytes};
   } else {
@@ -129,15 +129,16 @@ static ssize_t take(struct fid_ep *fid, const struct fi_msg_rma *message, uint64
   pthread_mutex_lock(&self->lock);
   const size_t parts = message->iov_count;
   size_t bytes = 0;
-  if (parts != message->rma_iov_count) note(self, "a write with other parts here than there");
+  if (parts != message->rma_iov_count) note(self, "a write with different numbers of local and remote parts");
   if (parts < 1 || parts > (self->joined && !reads ? MAX_PARTS : 1)) note(self, "a write of too many parts, or none");
   if (message->addr != PEER) note(self, "a write to another peer");
   for (size_t i = 0; i < parts; ++i) {
-    if (message->msg_iov[i].iov_len != message->rma_iov[i].len) note(self, "a write whose lengths differ");
+    if (message->msg_iov[i].iov_len != message->rma_iov[i].len)
+      note(self, "a write whose local and remote lengths differ");
     bytes += message->rma_iov[i].len;
   }
   if (parts > 1 && bytes > self->max_message) note(self, "a write of more than max_message bytes");
-  if (flags & FI_INJECT) note(self, "a write whose data is to be copied at once");
+  if (flags & FI_INJECT) note(self, "a write whose data is injected");
   if (parts > MAX_PARTS) {
     status = -FI_EINVAL;
   } else if (self->held + self->completed == self->depth || (self->dawdle != 0 && draw(self) % 4 == 0)) {
@@ -147,9 +148,10 @@ static ssize_t take(struct fid_ep *fid, const struct fi_msg_rma *message, uint64
     const int awaited = (flags & FI_COMPLETION) != 0, empty = bytes == 0;
     ++*(empty ? &self->counts.empty : &self->counts.requests);
     self->counts.joined += parts > 1;
-    if (!reads && awaited && !(flags & FI_DELIVERY_COMPLETE)) note(self, "a completion before the delivery");
+    if (!reads && awaited && !(flags & FI_DELIVERY_COMPLETE))
+      note(self, "a write asks for a completion before its delivery");
     if (reads && (flags & FI_DELIVERY_COMPLETE || !awaited))
-      note(self, "a read with a completion that it does not have");
+      note(self, "a read without a completion, or with one on delivery");
     self->counts.reads += (uint64_t)reads;
     Request *taken = &self->taken[self->held++];
     *taken = (Request){.context = message->context,

@@ -41,7 +41,7 @@ def _require(comm: Communicator, got: Any, expected: Values, what: str) -> None:
     """Raises WrongResultError unless `got` has the expected values, in any shape."""
     values = _result(comm, got).reshape(expected.shape)
     if not np.array_equal(values, expected):
-        raise WrongResultError(f"{what}: {values.ravel()[:4]} where {expected.ravel()[:4]} must be")
+        raise WrongResultError(f"{what}: {values.ravel()[:4]} instead of {expected.ravel()[:4]}")
 
 
 class Work:

@@ -41,7 +41,7 @@ def await_reports(count: int) -> None:
     deadline = time.monotonic() + LONG
     while len(list(REPORTS.glob("*.json"))) < count:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{count} reports did not come")
+            raise TimeoutError(f"{count} reports were not written in time")
         time.sleep(0.01)
 
 

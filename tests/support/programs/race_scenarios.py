@@ -584,7 +584,7 @@ def timeout() -> None:
         run(2, body)
     except WaitTimeoutError:
         return
-    raise AssertionError("a rank did not miss its peer")
+    raise AssertionError("no rank timed out while it waited for its peer")
 
 
 # -- races on purpose ---
