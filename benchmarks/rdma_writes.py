@@ -117,7 +117,7 @@ class Bare:
 
     Args:
         pair: the devices and their memory.
-        depth: the most outstanding writes.
+        depth: maximum number of outstanding writes.
         chain: number of writes posted with one call.
         signal_every: every n-th write is signalled.
     """

@@ -1,8 +1,8 @@
 """Makes the results page: python results_page.py [DIRECTORY]
 
-It reads every JSON file of the programs in the directory, whatever its name, and writes README.md and plots to the same
-directory. If a program has several results of the same part with the same number of ranks and the same runtime, it
-shows the latest. Plots need matplotlib (the extra `bench`); without it the page has only its tables, and says so.
+The program reads every result in the directory, a JSON file of any name, and writes README.md and plots to the same
+directory. If a program has several results of the same part with the same number of ranks and the same runtime, the
+page shows the latest. Plots need matplotlib (the extra `bench`); without it the page has only its tables, and says so.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def load(directory: Path) -> dict[Key, Result]:
 
 
 def can_draw() -> bool:
-    """Returns whether matplotlib is installed. Sets it up so that the same results give the same files."""
+    """Returns whether matplotlib is installed. Sets matplotlib up so that the same results give the same files."""
     try:
         import matplotlib as mpl
     except ImportError:

@@ -105,8 +105,8 @@ def _plot_ring(result: Result, directory: Path) -> list[str]:
 
 
 def _plot_expert_parallel(result: Result, directory: Path) -> list[str]:
-    """Plots the time by tokens of a rank, with local sums and with rows written once, and NCCL's time for the bytes
-    that cross the link.
+    """Plots the time by the number of a rank's tokens: with local sums, with rows written once, and NCCL's time for the
+    bytes that cross the link.
     """
     rows = {(row["name"], row["count"]): row for row in result["results"] if row["time_us"]}
     counts = sorted({count for _, count in rows})

@@ -20,7 +20,7 @@ class Section:
     Attributes:
         title: its heading.
         summary: its main result, for the table at the top of the page.
-        lines: what comes below the heading.
+        lines: the text below the heading.
     """
 
     title: str
@@ -57,7 +57,7 @@ def on_gpus(result: Result) -> bool:
 
 
 def place(result: Result) -> str:
-    """Says in a heading's words where kernels ran."""
+    """Returns words that say in a heading where kernels ran."""
     ranks = result.get("world_size", 1)
     if ranks == 1:
         return "on a GPU" if on_gpus(result) else "on the host runtime"
@@ -919,7 +919,7 @@ def host_collectives_section(result: Result) -> Section:
 
 
 def fabric_writes_section(result: Result) -> Section:
-    """Returns a table of writes through libfabric, and what other programs got on the same interface."""
+    """Returns a table of writes through libfabric, with other programs' results on the same interface."""
     beside, rows = result["beside"], result["rows"]
     others = []
     if "iperf3_bytes_per_second" in beside:
@@ -1064,7 +1064,7 @@ def norms_section(result: Result) -> Section:
 
 
 def regroup_section(result: Result) -> Section:
-    """Returns a table of the ways to a communicator of fewer ranks."""
+    """Returns a table of the ways to make a communicator of fewer ranks."""
     rows = {row["made_by"]: row for row in result["rows"]}
     lines = [
         *origin(result),
@@ -1163,7 +1163,9 @@ def group_memory_section(result: Result) -> Section:
             for step in steps
         ],
     )
-    ms = {step["step"]: step["ms"] for step in steps}  # of `resume`, the last, after suspend(save=False)
+    ms = {
+        step["step"]: step["ms"] for step in steps
+    }  # for `resume`, the time of the last step, after suspend(save=False)
     summary = f"`suspend` takes {number(ms['suspend(save=False)'], 1)} ms, and `resume` {number(ms['resume'], 1)} ms"
     device = {step["step"].partition(": all_reduce")[0]: step["device_mib"] for step in steps}  # after the last call
     if "NCCL 1" in device:

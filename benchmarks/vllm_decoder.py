@@ -14,8 +14,8 @@ The program needs vLLM, `proxyccl[torch]` and `packages/vllm` in Python's enviro
 access, copy these files for vLLM 0.26.0 (torch 2.11, CUDA 13, Python 3.12) into a folder that PYTHONPATH names:
 
 - the .py files and the dist-info folder of vLLM's wheel (8 MB zipped), because vLLM asks for its own version;
-- `_C_stable_libtorch.abi3.so` of that wheel (56 MB by xz, in a call of its own): CUDA's platform imports it;
-- the wheels that requirements-vllm.lock lists, but torch, for that Python (30 MB), and proxyccl's;
+- `_C_stable_libtorch.abi3.so` of that wheel (56 MB compressed by xz): vLLM's platform for CUDA imports this file;
+- the wheels, except torch's, that requirements-vllm.lock lists for that Python (30 MB), and proxyccl's wheel;
 - packages/vllm/proxyccl_vllm and its dist-info, which has the entry point: pip install --target FOLDER packages/vllm.
 
 Kernels for attention or experts are not needed.

@@ -161,7 +161,7 @@ class CollectiveCalls:
             cta_policy, symmetric, stream: as for `all_reduce`.
 
         Returns:
-            `out`, or the new array. Raises as `all_reduce`.
+            `out`, or the new array. Raises the errors of `all_reduce`.
         """
         return run(self._collectives, REDUCE_SCATTER, x, out, op, None, algorithm, cta_policy, symmetric, stream)
 
@@ -184,7 +184,7 @@ class CollectiveCalls:
             cta_policy, symmetric, stream: as for `all_reduce`.
 
         Returns:
-            `out`, or the new array. Raises as `all_reduce`.
+            `out`, or the new array. Raises the errors of `all_reduce`.
         """
         return run(self._collectives, ALL_GATHER, x, out, None, None, algorithm, cta_policy, symmetric, stream)
 
@@ -207,7 +207,7 @@ class CollectiveCalls:
             cta_policy, symmetric, stream: as for `all_reduce`.
 
         Returns:
-            `out`, or the new array. Raises as `all_reduce`.
+            `out`, or the new array. Raises the errors of `all_reduce`.
         """
         return run(self._collectives, ALL_TO_ALL, x, out, None, None, algorithm, cta_policy, symmetric, stream)
 
@@ -232,7 +232,7 @@ class CollectiveCalls:
             cta_policy, symmetric, stream: as for `all_reduce`.
 
         Returns:
-            `out`, or `x`. Raises as `all_reduce`.
+            `out`, or `x`. Raises the errors of `all_reduce`.
         """
         return run(self._collectives, BROADCAST, x, out, None, root, algorithm, cta_policy, symmetric, stream)
 
@@ -257,7 +257,7 @@ class CollectiveCalls:
             stream: as for `all_reduce`.
 
         Returns:
-            On `root`, `out` if given, else `x`; None on other ranks. Raises as `all_reduce`.
+            On `root`, `out` if given, else `x`; None on other ranks. Raises the errors of `all_reduce`.
         """
         return reduce(self._collectives, x, op, root, out, algorithm, stream)
 
@@ -272,7 +272,7 @@ class CollectiveCalls:
             stream: as for `all_reduce`.
 
         Returns:
-            On `root`, `out` or the new array; None on other ranks. Raises as `all_reduce`.
+            On `root`, `out` or the new array; None on other ranks. Raises the errors of `all_reduce`.
         """
         return gather(self._collectives, x, root, out, stream)
 
@@ -287,7 +287,7 @@ class CollectiveCalls:
             stream: as for `all_reduce`.
 
         Returns:
-            `out`, or the new array. Raises as `all_reduce`.
+            `out`, or the new array. Raises the errors of `all_reduce`.
         """
         return scatter(self._collectives, x, root, out, stream)
 
@@ -400,7 +400,7 @@ class CollectiveCalls:
         return Transfers(self._collectives, stream)
 
     def barrier(self, *, stream: StreamLike = None) -> None:
-        """Waits, on the stream, until all ranks have made this call. Raises as `all_reduce`."""
+        """Waits, on the stream, until all ranks have made this call. Raises the errors of `all_reduce`."""
         barrier(self._collectives, stream)
 
     @property

@@ -99,7 +99,7 @@ class PeerLinks:
     def prepare(self, peers: Collection[int]) -> None:
         """Makes the endpoints for connections to these peers. All ranks call this together, before `connection`.
 
-        Raises as `RemoteLinks.connect_endpoints`.
+        Raises the errors of `RemoteLinks.connect_endpoints`.
         """
         if self.topology.has_remote_pairs():
             self.remote.connect_endpoints(peers)

@@ -134,7 +134,7 @@ class ProxyChannel(_RingChannel):
         return arrived
 
     def wait(self) -> None:
-        """Waits on the CPU for the peer's next signal and consumes the signal. Raises as `wait_until`."""
+        """Waits on the CPU for the peer's next signal and consumes the signal. Raises the errors of `wait_until`."""
         self.wait_until(self._consumed + 1)
 
     def wait_until(self, value: int) -> None:

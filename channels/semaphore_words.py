@@ -87,7 +87,7 @@ class SemaphoreWords:
         """Returns the address of zeroed words of this rank, and all ranks' offers. All ranks call this together.
 
         The words are in use until `user` is garbage-collected; before that, all kernels that were launched with `user`
-        must have ended. Raises as `Exchange.all_gather`.
+        must have ended. Raises the errors of `Exchange.all_gather`.
         """
         with self._lock:
             part = self._take(nbytes)
@@ -104,7 +104,7 @@ class SemaphoreWords:
         return part.ptr, offers
 
     def at_peer(self, offer: WordsOffer) -> int:
-        """Returns the address at which this rank's kernels access a peer's words. Raises as `HandleCache.acquire`."""
+        """Returns this rank's address of a peer's words, for kernels. Raises the errors of `HandleCache.acquire`."""
         if offer.handle not in self._theirs:
             self._theirs[offer.handle] = self._mappings.acquire(offer.handle)
         return self._theirs[offer.handle].ptr + offer.offset

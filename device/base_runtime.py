@@ -171,15 +171,15 @@ class LaunchDefaults(Struct, frozen=True):
     # Longest share, in bytes, that a kernel sends through the proxy to ranks of other nodes by default. Schedules send
     # longer shares, without staging. 0: kernels send none.
     proxied_kernel_bytes: int
-    # Most bytes that a kernel sends through pinned memory to ranks of other nodes by default, if the transports to all
-    # remote ranks stage data. 0: none.
+    # Maximum bytes that a kernel sends through pinned memory to ranks of other nodes by default, if the transports to
+    # all remote ranks stage data. 0: none.
     pinned_kernel_bytes: int
     # Packets for which a packet kernel launches one block. For more than packet_blocks * packet_threads packets, blocks
     # get more threads, up to `threads`.
     packet_threads: int
     packet_blocks: int  # maximum number of blocks of a packet kernel
     pair_packet_blocks: int  # maximum number of blocks of a packet kernel between two ranks
-    # Most bytes that a rank sends, to all others together, as packets in an all_gather or all_to_all. 0: packets are
+    # Maximum bytes that a rank sends, to all others together, as packets in an all_gather or all_to_all. 0: packets are
     # not used.
     packet_move_bytes: int
     # Least bytes from one rank to another that are sent as lines (lines.h) instead of packets, if all links carry whole
@@ -190,16 +190,16 @@ class LaunchDefaults(Struct, frozen=True):
     # Blocks per cluster in a kernel that sends lines and normalizes rows; a cluster handles one row at a time; 1
     # without clusters.
     row_blocks: int
-    # Most bytes that a schedule moves through pinned memory instead of by copy engine, which starts more slowly. 0:
+    # Maximum bytes that a schedule moves through pinned memory instead of by copy engine, which starts more slowly. 0:
     # none.
     pinned_bytes: int
-    # Most bytes per peer that a schedule moves through pinned memory, if the transports to all remote ranks stage data.
+    # Maximum bytes per peer that a schedule moves through pinned memory, if all remote ranks' transports stage data.
     staged_pinned_bytes: int
-    # Most bytes, per peer, that a schedule's stream copies within the device by two copies through a peer's memory.
+    # Maximum bytes, per peer, that a schedule's stream copies within the device by two copies through a peer's memory.
     # Copy engines make the two copies; the driver makes a direct copy by a kernel, which may wait for a multiprocessor.
     # 0: none.
     own_box_bytes: int
-    # Most bytes that a rank receives, from all others together, in a reduction by proxy that sends all data to all
+    # Maximum bytes that a rank receives, from all others together, in a reduction by proxy that sends all data to all
     # ranks in one step. A larger reduction takes two steps: each rank reduces one share, then sends the result to all.
     one_crossing_bytes: int
 

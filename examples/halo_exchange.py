@@ -1,7 +1,8 @@
 """A halo exchange: heat spreads over a plate whose rows are divided among the ranks.
 
-Each rank keeps a copy of its neighbours' adjacent rows, the halo. In every step it puts its first and its last row into
-the neighbours' halos and waits for theirs. No flush is needed in between; docs/tutorials/halo.md says why.
+Each rank keeps a copy of its neighbours' adjacent rows, the halo. In every step, a rank puts its first and its last row
+into the neighbours' halos, and waits for the neighbours' rows. No flush is needed in between; docs/tutorials/halo.md
+says why.
 
     mpiexec -n 3 python -m mpi4py examples/halo_exchange.py
 

@@ -4,9 +4,10 @@
 
 Four ranks serve eight experts; some experts have places on two ranks. In the middle of a step, rank 2 is killed.
 
-1. The other ranks shrink the layer and repeat the step. Experts with a second place stay; the slots of the others drop.
-2. A new process reads the weights of rank 2's experts, by an agent from ranks that have them, and from a checkpoint
-   otherwise. When it is ready, the others grow the layer: the new process has the number of rank 2.
+1. The other ranks shrink the layer and repeat the step. Experts with a second place stay; the slots of other experts
+   are dropped.
+2. A new process reads the weights of rank 2's experts, by an agent from ranks that have these weights, and otherwise
+   from a checkpoint. When it is ready, the others grow the layer: the new process has the number of rank 2.
 3. Expert 7 gets a second place, on rank 3. While the ranks continue, an agent reads the weights from rank 2. When the
    weights have arrived, all ranks change the placement between two steps.
 

@@ -165,7 +165,7 @@ class RdmaOptions(_FromEnvironment):
             device does not say that it keeps this order.
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged", 4 KiB to 64 MiB; two
             ranks use the smaller of their values.
-        staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
+        staging_chunk: maximum number of bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
             `staging_bytes`.
 
     Raises:
@@ -214,7 +214,7 @@ class FabricOptions(_FromEnvironment):
             two interfaces by the rates of their links. The first interfaces of two ranks are connected with each other,
             and the second interfaces, so the order of the names matters if the interfaces are on separate networks. All
             ranks must use the same number of interfaces.
-        depth: the most outstanding writes of a connection, 2 to 4096; fewer if the provider takes fewer.
+        depth: maximum number of outstanding writes of a connection, 2 to 4096; fewer if the provider takes fewer.
         signal: when a signal is written: with "ordered" right after its data, which needs a provider that keeps the
             order of writes; with "delivered" once its data has been delivered. "auto" is "ordered" if the provider
             supports that, else "delivered". With "auto", a provider that stores each message in order gets the data and
@@ -225,7 +225,7 @@ class FabricOptions(_FromEnvironment):
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged_fabric", 4 KiB to 64 MiB;
             two ranks use the smaller of their values. None means 4 MiB, or 2 MiB for each stream if there are several
             streams; a rank with many peers uses less.
-        staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
+        staging_chunk: maximum number of bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
             `staging_bytes`.
         streams: number of connections over which staged data goes to a peer, each served by a separate thread, 1 to 16;
             two ranks use the smaller of their values. None means 1 if the provider is not based on sockets, else the

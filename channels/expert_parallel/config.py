@@ -43,7 +43,7 @@ class EPConfig:
     """The sizes and element types of an expert-parallel layer.
 
     Attributes:
-        max_tokens: the most tokens of one rank in one dispatch.
+        max_tokens: maximum number of tokens of one rank in one dispatch.
         hidden: elements of a token's row.
         topk: number of experts that each token chooses, 1 to 16.
         num_experts: number of experts of all ranks together; a multiple of world_size. Rank r has the

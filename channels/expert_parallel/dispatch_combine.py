@@ -59,13 +59,13 @@ class DispatchCombine:
     Args:
         communicator: the ranks.
         hidden: number of elements of a row.
-        max_tokens: the most tokens of one rank in one `prepare`.
+        max_tokens: maximum number of tokens of one rank in one `prepare`.
         experts_per_rank: number of experts of each rank.
         topk: number of experts that each token chooses.
         dtype: the type of tokens and rows: "float32", "float64", "float16" or "bfloat16".
         algorithm: "proxy" to move all data through the proxy. None to use mapped memory, and the proxy only for peers
             whose memory is not mapped.
-        num_sm: the most blocks of a kernel.
+        num_sm: maximum number of blocks of a kernel.
 
     Raises:
         ArgumentError: an argument is wrong, or differs between ranks.

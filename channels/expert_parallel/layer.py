@@ -75,7 +75,7 @@ class EPAll2AllLayer:
     Args:
         ep_group: a `Communicator`, an MPI communicator or a torch process group. From an MPI communicator or a process
             group the layer makes a Communicator, which `finalize` closes.
-        max_tokens: the most tokens of one rank in one dispatch.
+        max_tokens: maximum number of tokens of one rank in one dispatch.
         hidden: number of elements of a token.
         topk: number of experts that each token chooses, 1 to 16.
         rank: this rank in the group.
@@ -84,7 +84,7 @@ class EPAll2AllLayer:
         world_size: number of ranks of the group.
         dtype: the type of tokens: "bfloat16", "float16", "float32" or "float64", by name or as torch's or numpy's type.
         weight_dtype: the type of routing weights, one of the same four types.
-        num_sm: the most blocks, and so the most multiprocessors, of a kernel that moves rows between ranks.
+        num_sm: maximum number of blocks, and so of multiprocessors, of a kernel that moves rows between ranks.
         enable_local_combine: whether `combine` first sums a token's rows on each rank, rounded to `dtype`. Sums on each
             rank send less data, but round the result twice. Sums on each rank are possible only on one node.
         use_aot: whether to use only kernels that were compiled beforehand (`proxyccl compile`).
@@ -102,8 +102,8 @@ class EPAll2AllLayer:
             columns, so that the scales of an expert's consecutive rows are adjacent. Columns begin at multiples of 16
             bytes, as bulk copies (TMA) need. The shape of the scales is the same as without this option.
         grows: in the exact mode, a rank with more than max_tokens tokens makes `dispatch` raise CapacityError on all
-            ranks, with the most tokens of any rank in `needed`; the layer stays usable. Without `grows`, only the rank
-            with too many tokens raises an error, ArgumentError.
+            ranks, with the largest number of tokens of any rank in `needed`; the layer stays usable. Without `grows`,
+            only the rank with too many tokens raises an error, ArgumentError.
         layout: "expert" for a row for each slot, ordered by expert; "rank" for one row for each token that has an
             expert on this rank, ordered by source rank and token. With "rank" the program finds a row's experts in
             `desc.local_expert_ids`. "padded", for few tokens, gives each expert room for all rows that the ranks may
@@ -718,8 +718,8 @@ class EPAll2AllLayer:
         Raises:
             CapacityError: a rank received more rows than max_recv_tokens, or with layout="padded" an expert received
                 more rows than it has room for, because tokens chose the expert twice. Rows that did not fit were
-                dropped, and `combine` adds zero for them. The error's `needed` is the most rows that a rank, or an
-                expert, received.
+                dropped, and `combine` adds zero for them. The error's `needed` is the largest number of rows that a
+                rank, or an expert, received.
             ArgumentError: an expert id was out of range, and its slot was dropped; or full_scatter_indices were not a
                 permutation, or covered fewer tokens than the ranks have. Only ranks whose rows are affected raise the
                 error about full_scatter_indices.

@@ -60,7 +60,7 @@ class LayerOptions:
 
     Attributes:
         proxied: whether all rows go through the proxies.
-        call_tokens: the most tokens of one rank in a call; None for max_tokens.
+        call_tokens: maximum number of tokens of one rank in a call; None for max_tokens.
         placed: how often `place` has changed the placement, in the layers from which this layer is made; or `GIVEN`.
         config: sizes and types, for the remaining ranks.
     """
@@ -241,7 +241,7 @@ class LayerOptions:
 
     @cached_property
     def most_tokens(self) -> int:
-        """The most tokens of all ranks in one dispatch."""
+        """The maximum number of tokens of all ranks in one dispatch."""
         return self.world_size * self.config.max_tokens
 
     @cached_property

@@ -70,7 +70,7 @@ class TableLayouts:
 
     Attributes:
         alignment: each expert's rows begin at a multiple of this number.
-        padded_rows: the most rows that an expert has room for, if rows are padded; else 0.
+        padded_rows: the number of rows that an expert has room for, if rows are padded; else 0.
     """
 
     def __init__(self, options: LayerOptions, nodes: Nodes) -> None:

@@ -45,7 +45,7 @@ class Read(Struct, frozen=True):
         peer: the holder to read from.
         relayed: whether the peer is another target, which must read the blocks from a source first.
         blocks: uint64 of shape (N, 3): local address, address at the peer, bytes.
-        casts: the boxes whose elements have another type at the peer. `blocks` does not contain them.
+        casts: the boxes whose elements have another type at the peer. `blocks` does not contain these boxes.
     """
 
     peer: str

@@ -44,7 +44,7 @@ class WeightTarget(Holder):
 
     Args:
         agent: the target's agent. The program must not call `messages` of this agent.
-        staging_bytes: the most memory, in bytes, of the buffer into which elements of another type than the target's
+        staging_bytes: the maximum size, in bytes, of the buffer into which elements of another type than the target's
             are read before they are cast. The buffer is on the device of the parts.
     """
 

@@ -31,7 +31,7 @@ Tile = dict[str, int]
 
 
 def padded(part: Part) -> Part:
-    """Returns a part with dimensions of one element before its dimensions, so that it has at least two."""
+    """Returns a part to which leading dimensions of one element are added, so that it has at least two dimensions."""
     count = max(0, 2 - len(part.shape))
     ones, zeros = (1,) * count, (0,) * count
     places = {name: (*zeros, *getattr(part, name)) for name in ("start", "strides")}

@@ -36,7 +36,7 @@ from proxyccl.device.process.namespaces import proc_view
 from proxyccl.device.runtime import Runtime
 
 _MOST_KEPT_BYTES, _MOST_KEPT_PINS = 1 << 30, 4096
-"""The most bytes and pieces of unused memory that stay pinned. The oldest excess memory is unpinned, even if this waits
+"""Maximum bytes and pieces of unused memory that stay pinned. The oldest excess memory is unpinned, even if this waits
 for kernels.
 """
 

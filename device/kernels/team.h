@@ -9,8 +9,8 @@
 
 #include "proxyccl/handles.h"
 
-/* The most threads of a block: on a GPU, 512 threads leave each thread 128 registers. The number also limits the ranks
- * of a team, because thread p of a block signals rank p and waits for rank p's signals. */
+/* Maximum number of threads of a block: on a GPU, 512 threads leave each thread 128 registers. The number also limits
+ * the ranks of a team, because thread p of a block signals rank p and waits for rank p's signals. */
 enum { PROXYCCL_MAX_BLOCK_THREADS = 512 };
 
 typedef struct ProxycclLink {

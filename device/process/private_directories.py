@@ -57,7 +57,7 @@ def read_private(
     Args:
         directory: a descriptor of the file's directory.
         path: the file's path, of which only the name is used.
-        limit: the most bytes to read; None for all.
+        limit: maximum number of bytes to read; None for all.
         argument: the argument's name in the error.
         secret: whether other users must also be unable to read the file.
 

@@ -423,7 +423,7 @@ class Buffer(Connected):
                 for rows that the experts did not receive.
             block_m: the number of rows that share a counter.
             threshold: the value of comp_signal from which on rows are complete.
-            num_sms: the most multiprocessors that send rows; None for as many as the dispatch took.
+            num_sms: maximum number of multiprocessors that send rows; None for as many as the dispatch took.
             src_signals: int32 or uint32 [experts of this rank], instead of comp_signal: a counter for all rows of an
                 expert.
             src_signal_expect_value: the value of src_signals from which on rows are complete.

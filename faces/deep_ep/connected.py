@@ -70,7 +70,7 @@ class Connected:
 
         Args:
             communicator: the result of `Communicator.grow` of the buffer's `communicator`, or of the communicator that
-                `shrink` made of it. Each rank has its number in the buffer. The caller closes the communicator after
+                `shrink` made from it. Each rank has its number in the buffer. The caller closes the communicator after
                 `destroy`.
 
         Raises:

@@ -36,8 +36,8 @@ class Options(NamedTuple):
     copies_ids: bool
 
     def most_rows(self, topk: int) -> tuple[int, int]:
-        """Returns two numbers: the most rows that a rank can get without do_expand, and the most rows with do_expand,
-        which include the gaps between experts.
+        """Returns two numbers: the maximum number of rows that a rank can get without do_expand, and the maximum with
+        do_expand, which includes the gaps between experts.
         """
         alignment, experts = self.expert_alignment, self.num_experts // self.ranks
         rows = self.ranks * self.num_max_tokens_per_rank

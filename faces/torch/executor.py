@@ -134,7 +134,7 @@ class GroupThreads:
         """Returns the thread that runs the callbacks of calls that the current thread makes.
 
         A callback may make calls, add callbacks to these calls and wait for them. So the callbacks of each nesting
-        depth run in a thread of their own, one per nesting depth, so all ranks run their callbacks in the same order.
+        depth run in a separate thread, and all ranks run their callbacks in the same order.
         """
         return self.of(device, _callbacks.depth + 1)
 

@@ -212,7 +212,7 @@ class DaemonClient(ProxyWords):
             raise ClosedError("the proxy service is closed")
 
     def check_turns(self, timeout: float) -> None:
-        """Gives the daemon up if a stream awaits a schedule and a worker has not polled for `timeout` seconds."""
+        """Treats the daemon as lost if a stream awaits a schedule and a worker has not polled for `timeout` seconds."""
         if self._daemon.is_open and self._turns.look_for_streams() > timeout:
             self._daemon.give_up(f"has run none of the proxy for {timeout:g} s while a stream waited")
 

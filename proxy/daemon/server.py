@@ -76,7 +76,7 @@ class Attendance:
         return list(self._pids)
 
     def came(self, pid: int) -> int | None:
-        """Records a process. Returns its new pidfd; None if it has one, has ended, or is in another PID namespace."""
+        """Records a process. Returns a new pidfd; None if it has a pidfd, has ended, or is in another PID namespace."""
         self._anybody_came = True
         return self._add(pid)
 

@@ -171,7 +171,7 @@ class Endpoint:
 
     Attributes:
         signal: how the endpoint advances a peer's counter: "write" or "fetch_add".
-        send_depth: the most work requests that the send queue can hold.
+        send_depth: number of work requests that the send queue can hold.
         mtu: the path MTU in bytes; before the endpoint is connected, the largest MTU that the device supports.
         peer: the peer's address; None until the endpoint is connected.
     """

@@ -62,7 +62,7 @@ enum {
 
 /* A memory id covers a window of 4 GiB; a larger memory takes consecutive ids. */
 #define PROXYCCL_WINDOW_BYTES (1UL << PROXYCCL_OFFSET_BITS)
-/* The most bytes that one trigger moves; a longer transfer takes several triggers. */
+/* Maximum number of bytes that one trigger moves; a longer transfer takes several triggers. */
 #define PROXYCCL_MAX_TRIGGER_BYTES ((1UL << PROXYCCL_SIZE_BITS) - 4096)
 
 typedef struct ProxycclTrigger {

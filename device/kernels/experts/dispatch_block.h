@@ -515,7 +515,7 @@ class Dispatch {
     }
   }
 
-  // Returns whether rows are padded. most_rows is then the most rows of any expert, otherwise the most of any rank.
+  // Returns whether rows are padded. most_rows is then the largest number of rows of any expert, otherwise of any rank.
   PROXYCCL_DEVICE bool isPadded() const { return team_->padded_rows != 0; }
   PROXYCCL_DEVICE uint32_t alignedRows(uint32_t rows) const {
     const uint32_t alignment = team_->expert_alignment;

@@ -160,7 +160,7 @@ bool search(rl::test_params& params) {
   return false;
 }
 
-// The most threads of a bounded search: each further thread costs a second of compilation.
+// Maximum number of threads of a bounded search: each further thread costs a second of compilation.
 constexpr unsigned kMostBounded = 3;
 
 template <template <rl::thread_id_t> class Scheduler>

@@ -325,7 +325,7 @@ CASES = {
         symmetric_memory_is_refused,
         norms,
         norms_in_compiled_code,
-        *(() if ON_GPUS else (norms_of_other_types_fall_back,)),  # SGLang's own kernel is not there
+        *(() if ON_GPUS else (norms_of_other_types_fall_back,)),  # SGLang's own kernel is not installed
         norms_of_a_group_without_communicators_fall_back,
         fusion_follows_sglangs_settings,
         layers,
