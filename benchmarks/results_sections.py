@@ -1163,9 +1163,8 @@ def group_memory_section(result: Result) -> Section:
             for step in steps
         ],
     )
-    ms = {
-        step["step"]: step["ms"] for step in steps
-    }  # for `resume`, the time of the last step, after suspend(save=False)
+    # For `resume`, this is the time of the last step, after suspend(save=False).
+    ms = {step["step"]: step["ms"] for step in steps}
     summary = f"`suspend` takes {number(ms['suspend(save=False)'], 1)} ms, and `resume` {number(ms['resume'], 1)} ms"
     device = {step["step"].partition(": all_reduce")[0]: step["device_mib"] for step in steps}  # after the last call
     if "NCCL 1" in device:

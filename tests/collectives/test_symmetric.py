@@ -128,9 +128,8 @@ def test_results_take_no_way_through_scratch_memory(ranks: Ranks, call: Call) ->
     ranks.run(body)
 
 
-FEW = (
-    open_runtime().launch_defaults.offered_bytes // 4
-)  # maximum number of elements that ranks load directly from peers' arrays
+# Maximum number of elements that ranks load directly from peers' arrays.
+FEW = open_runtime().launch_defaults.offered_bytes // 4
 
 
 @pytest.mark.parametrize("count", [1, 1003, FEW])
