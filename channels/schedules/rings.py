@@ -46,9 +46,9 @@ class ScheduleRings:
         return [WaitValue(words.done, 1), *(WriteValue(word, 0) for word in used)]
 
     def prepare(self, steps: Sequence[Step]) -> StreamOperations:
-        """Adds the schedules among the steps to the proxy, and returns the stream operations, in which writes to the
-        bell replace the schedules. Raises ResourceError if no numbers are left, and ProxyLostError if the daemon that
-        runs the proxy is lost.
+        """Adds the steps that are schedules to the proxy. Returns the stream operations, with writes to the bell in
+        place of schedules. Raises ResourceError if no numbers are left, and ProxyLostError if the daemon that runs the
+        proxy is lost.
         """
         self._remove_dropped()
         proxy = self._group.links.proxy
