@@ -23,7 +23,6 @@ typedef struct {
   ProxycclConnection *wire;
   uint64_t first, last; /* the rail's outstanding parts are numbered from `first` to `last` - 1 */
   uint64_t done;        /* number of complete parts */
-  uint64_t marked;      /* number of parts before the newest flush */
   uint64_t counted;     /* the value that the peer's word `executed` gets from the requests posted so far */
   uint64_t hurried;     /* number of parts before the newest flush for which the wire hurries */
   uint64_t answered;    /* the word of that flush, which nothing reads */
@@ -39,7 +38,7 @@ typedef enum {
   ONE_UP,   /* the failed rail's queue pair is free, so that another thread may connect it again */
   JOINING,  /* this rank's queue pair is connected; the peer must be told so, and must have connected its own */
   TRYING,   /* a request on the failed rail must be executed before the rail is used */
-  LEAVING,  /* the request was not executed; both queue pairs must stop before they are connected again */
+  LEAVING,  /* the request has completed with an error; the peer's queue pair must stop before both are connected */
   STOPPING, /* this rank's queue pair must still get into its error state, so that it executes no late requests */
   TELLING,  /* the peer must be told that this rank's queue pair is in its error state */
   WAITING,  /* the peer's queue pair must get into its error state; then the peer executes no outstanding part */
@@ -59,24 +58,36 @@ typedef struct {
   uint32_t failed;   /* number of the failed rail */
   int status;        /* why it failed */
   uint64_t failures; /* number of failures so far */
+  uint64_t losses;   /* number of these failures before which both rails were in use */
   uint64_t next;     /* in the stages READING and MOVING: number of the failed rail's next part */
-  int asked;         /* in the stages JOINING, LEAVING, STOPPING and READING: whether the stage's requests are posted */
+  int asked;         /* in the stages JOINING, LEAVING and READING: whether the stage's requests are posted */
   uint64_t finished; /* 1 when the requests of the stage READING or TRYING are complete */
   uint64_t until_ns; /* time at which the recovery is given up */
   uint64_t state;    /* what proxyccl_rails_state returns, packed */
-  uint64_t connected; /* number of the failure after which the queue pair was connected; written by another thread */
+  /* Written by another thread: number of the failure after which the queue pair was stopped, or connected again. */
+  uint64_t stopped, connected;
   Rail rails[RAILS];
 } RailsConnection;
 
 static RailsConnection *self_of(ProxycclConnection *base) { return (RailsConnection *)base; }
 
-/* The fields of `state`. A status of a link fits into 24 bits. */
-enum { STATE_DOWN = 0x3f, STATE_STOPPING = 0x40, STATE_FREE = 0x80, STATE_STATUS_SHIFT = 8, STATE_FAILURES_SHIFT = 32 };
+/* The fields of `state`. All statuses of `verbs` fit into 17 bits. */
+enum {
+  STATE_DOWN = 0xf,
+  STATE_STOPPING = 0x10,
+  STATE_FREE = 0x20,
+  STATE_STATUS_SHIFT = 8,
+  STATE_STATUS = 0x1ffff,
+  STATE_LOSSES_SHIFT = 25,
+  STATE_LOSSES = 0x7f,
+  STATE_FAILURES_SHIFT = 32
+};
 
 static void enter(RailsConnection *self, Stage stage) {
   self->stage = stage;
   self->asked = 0;
   word_store(&self->state, self->failures << STATE_FAILURES_SHIFT | (uint64_t)self->status << STATE_STATUS_SHIFT |
+                               (self->losses & STATE_LOSSES) << STATE_LOSSES_SHIFT |
                                (stage == ONE_UP ? STATE_FREE : 0) | (stage == STOPPING ? STATE_STOPPING : 0) |
                                (stage == BOTH_UP ? 0 : self->failed + 1));
 }
@@ -123,13 +134,6 @@ static int has_room(const Rail *rail) {
   return rail->last - rail->first < PARTS && rail->wire->transport->ready(rail->wire) > 1;
 }
 
-/* Makes the wire tell when all parts so far are complete. The word is the one of which `fabric` assumes that no thread
- * waits for it, so that the wire does not ask for a completion of each part. */
-static int mark(Rail *rail) {
-  rail->marked = rail->last;
-  return rail->wire->transport->flush(rail->wire, &rail->wire->progress.completed, rail->marked);
-}
-
 static uint64_t key_of(uint64_t keys, uint32_t rail) { return keys >> (32 * rail) & 0xffffffffu; }
 
 /* Hands an operation to the wire of a rail that has room. */
@@ -166,13 +170,18 @@ static int count(RailsConnection *self, uint32_t number) {
 }
 
 /* Posts an operation as a part on a rail that has room. A peer that sees a value may overwrite the data of earlier
- * parts, which must then not be put again. So the peer's memory shows a count before and after the value. */
+ * parts, which must then not be put again. So the peer's memory shows a count before and after the value.
+ *
+ * The flush stores the number of complete parts. Its word is the one of which `fabric` assumes that no thread waits for
+ * it, so that the wire does not ask for a completion of each part. */
 static int post(RailsConnection *self, uint32_t number, const Operation *operation) {
   Rail *rail = &self->rails[number];
+  ProxycclConnection *wire = rail->wire;
   int status = operation->kind == VALUE ? count(self, number) : 0;
   rail->numbers[rail->last % PARTS] = ++self->made;
   rail->parts[rail->last++ % PARTS] = *operation;
   if (status == 0) status = send(rail, number, operation);
+  if (status == 0) status = wire->transport->flush(wire, &wire->progress.completed, rail->last);
   return status == 0 && operation->kind == VALUE ? count(self, number) : status;
 }
 
@@ -194,8 +203,7 @@ static int post_cut(RailsConnection *self, const Operation *whole, int *posted) 
   *posted = 1;
   for (uint32_t i = 0; i < RAILS; ++i) {
     if (parts[i].bytes == 0) continue;
-    int status = post(self, i, &parts[i]);
-    if (status == 0 && i != self->home) status = mark(&self->rails[i]); /* a signal may wait for this part */
+    const int status = post(self, i, &parts[i]);
     if (status != 0) return status;
   }
   return 0;
@@ -225,8 +233,7 @@ static int hurry(RailsConnection *self) {
     Rail *rail = &self->rails[i];
     if (!is_busy(rail) || rail->hurried == rail->last) continue;
     rail->hurried = rail->last;
-    if (rail->marked != rail->last) status = mark(rail);
-    if (status == 0) status = rail->wire->transport->flush(rail->wire, &rail->answered, rail->last);
+    status = rail->wire->transport->flush(rail->wire, &rail->answered, rail->last);
   }
   return status;
 }
@@ -239,9 +246,7 @@ static int issue(ProxycclConnection *base) {
     int status = 0, posted = 0;
     if (operation->kind == FLUSH) {
       posted = flushes_push(&self->queue.flushes, operation, self->made, completed(self));
-      for (uint32_t i = 0; i < RAILS && status == 0; ++i)
-        if (self->rails[i].marked != self->rails[i].last && !has_failed(self, i)) status = mark(&self->rails[i]);
-      if (status == 0 && operation->flushed != &base->progress.completed) status = hurry(self);
+      if (operation->flushed != &base->progress.completed) status = hurry(self);
     } else if (operation->bytes >= self->cut) {
       status = post_cut(self, operation, &posted);
     } else if (has_room(&self->rails[self->home]) && !waits_for_others(self, self->home, operation)) {
@@ -264,8 +269,7 @@ static void remove_complete(Rail *rail) {
 static int poll_rail(Rail *rail, uint32_t *progress) {
   const int status = rail->wire->transport->poll(rail->wire, progress);
   remove_complete(rail);
-  if (status != 0) return status;
-  return is_busy(rail) && rail->done == rail->marked ? mark(rail) : 0;
+  return status;
 }
 
 /* Returns whether a status shows that the adapter, the link or the queue pair failed, and not that the request was
@@ -279,31 +283,21 @@ static int is_of_link(int status) {
   return 0;
 }
 
-/* Begins the recovery from a rail's failure. Returns the status if the connection can't do without the rail. */
-static int begin_recovery(RailsConnection *self, uint32_t rail, int status, Stage stage) {
-  if (self->mail == NULL || has_other_failed(self, rail) || !is_of_link(status)) return status;
+/* Enters a stage after a failure of a rail. */
+static void enter_after_failure(RailsConnection *self, uint32_t rail, int status, Stage stage) {
   ++self->failures;
+  self->losses += self->stage == BOTH_UP;
   self->failed = rail;
   self->status = status;
   self->until_ns = now_ns() + self->options.limit_ns;
   enter(self, stage);
-  return 0;
 }
 
-/* Puts the queue pair of the failed rail into its error state by a request with a key that does not exist. If the
- * adapter does not come to this request, because it still repeats earlier ones, another thread puts the queue pair into
- * its error state (is_stopping). In both cases the request completes with an error. */
-static int stop(RailsConnection *self) {
-  const Operation wrong = {.kind = PUT,
-                           .source = (uintptr_t)self->mail,
-                           .destination = self->options.peer_mail,
-                           .bytes = 1,
-                           .source_key = ~0ull,
-                           .destination_key = self->options.peer_mail_keys};
-  Rail *rail = &self->rails[self->failed];
-  if (self->asked || rail->wire->transport->ready(rail->wire) == 0) return 0;
-  self->asked = 1;
-  return send(rail, self->failed, &wrong);
+/* Begins the recovery from a rail's failure. Returns the status if the connection can't do without the rail. */
+static int begin_recovery(RailsConnection *self, uint32_t rail, int status, Stage stage) {
+  if (self->mail == NULL || has_other_failed(self, rail) || !is_of_link(status)) return status;
+  enter_after_failure(self, rail, status, stage);
+  return 0;
 }
 
 /* Tells the peer that this rank's queue pair of the failed rail is in its error state. */
@@ -376,11 +370,13 @@ static int move(RailsConnection *self, uint32_t by) {
 static int recover(RailsConnection *self, uint32_t *progress) {
   const uint32_t by = 1 - self->failed;
   Rail *failed = &self->rails[self->failed], *other = &self->rails[by];
+  int is_stopped;
   if (now_ns() > self->until_ns) return self->status;
   ++*progress; /* the thread must not sleep long meanwhile */
   switch (self->stage) {
-    case STOPPING:
-      if (failed->wire->transport->poll(failed->wire, progress) < PROXYCCL_VERBS_COMPLETION) return stop(self);
+    case STOPPING: /* the other thread, or a completion with an error, shows the error state */
+      is_stopped = word_load(&self->stopped) == self->failures;
+      if (failed->wire->transport->poll(failed->wire, progress) < PROXYCCL_VERBS_COMPLETION && !is_stopped) return 0;
       enter(self, TELLING); /* fall through */
     case TELLING:
       if (other->wire->transport->ready(other->wire) == 0) return 0;
@@ -414,7 +410,7 @@ static int renew(RailsConnection *self) {
   if (wire == NULL) return 0;
   proxyccl_connection_destroy(failed->wire);
   failed->wire = wire;
-  failed->first = failed->done = failed->marked = failed->last;
+  failed->first = failed->done = failed->last;
   return 1;
 }
 
@@ -424,16 +420,17 @@ static int tell_up(RailsConnection *self, uint32_t by) {
   return write_mail(self, by, offsetof(ProxycclRailsMail, up), self->failures);
 }
 
-/* Stops the restoration, because this rank's queue pair of the rail has failed again. */
-static void leave(RailsConnection *self) {
-  ++self->failures;
-  enter(self, LEAVING);
+/* Stops the restoration, because a request on the failed rail has failed. If no completion shows the failure, the queue
+ * pair may not be in its error state yet. */
+static void leave(RailsConnection *self, int status) {
+  enter_after_failure(self, self->failed, status, status < PROXYCCL_VERBS_COMPLETION ? STOPPING : LEAVING);
 }
 
 /* Advances the restoration of the failed rail. Returns a status if the other rail fails. */
 static int restore(RailsConnection *self, uint32_t *progress) {
   const uint32_t by = 1 - self->failed;
   ProxycclConnection *failed = self->rails[self->failed].wire, *other = self->rails[by].wire;
+  int status;
   if ((self->stage == JOINING || self->stage == LEAVING) && !self->asked) {
     if (other->transport->ready(other) == 0) return 0;
     self->asked = 1;
@@ -447,11 +444,14 @@ static int restore(RailsConnection *self, uint32_t *progress) {
       if (word_load(&self->mail->up) < self->failures) return 0;
       enter(self, TRYING);
       self->finished = 0;
-      if (tell_up(self, self->failed) != 0 || failed->transport->flush(failed, &self->finished, 1) != 0) leave(self);
+      status = tell_up(self, self->failed);
+      if (status == 0) status = failed->transport->flush(failed, &self->finished, 1);
+      if (status != 0) leave(self, status);
       return 0;
     case TRYING:
-      if (failed->transport->poll(failed, progress) != 0) {
-        leave(self);
+      status = failed->transport->poll(failed, progress);
+      if (status != 0) {
+        leave(self, status);
       } else if (word_load(&self->finished) == 1) {
         self->home = self->options.home;
         self->cut = self->options.cut;
@@ -497,8 +497,10 @@ static int rails_poll(ProxycclConnection *base, uint32_t *progress) {
 static int rails_idle(const ProxycclConnection *base) {
   const RailsConnection *self = (const RailsConnection *)base;
   if (!is_usable(self)) return 0;
-  for (uint32_t i = 0; i < RAILS; ++i)
-    if (is_busy(&self->rails[i])) return 0;
+  for (uint32_t i = 0; i < RAILS; ++i) {
+    const ProxycclConnection *wire = self->rails[i].wire;
+    if (!has_failed(self, i) && !wire->transport->idle(wire)) return 0;
+  }
   return 1;
 }
 
@@ -508,7 +510,12 @@ void proxyccl_rails_state(const ProxycclConnection *base, ProxycclRailsState *st
   state->down = word & STATE_DOWN;
   state->is_stopping = (word & STATE_STOPPING) != 0;
   state->is_free = (word & STATE_FREE) != 0;
-  state->status = (int)(word >> STATE_STATUS_SHIFT & 0xffffff);
+  state->status = (int)(word >> STATE_STATUS_SHIFT & STATE_STATUS);
+  state->losses = (uint32_t)(word >> STATE_LOSSES_SHIFT) & STATE_LOSSES;
+}
+
+void proxyccl_rails_stopped(ProxycclConnection *base, uint64_t failure) {
+  word_store(&self_of(base)->stopped, failure);
 }
 
 void proxyccl_rails_reconnected(ProxycclConnection *base, uint64_t failure) {

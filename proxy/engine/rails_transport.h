@@ -48,9 +48,14 @@ typedef struct ProxycclRailsState {
   uint32_t is_stopping; /* 1 if the failed rail's queue pair must be put into its error state */
   uint32_t is_free;     /* 1 if the engine does not use the failed rail's queue pair, which may be connected again */
   int status;           /* why the failed rail has failed */
+  uint32_t losses;      /* number of failures before which both rails were in use, modulo 128 */
 } ProxycclRailsState;
 
 void proxyccl_rails_state(const struct ProxycclConnection *connection, ProxycclRailsState *state);
+
+/* Tells the engine that the failed rail's queue pair, which it wanted stopped after the failure with this number, is in
+ * its error state. */
+void proxyccl_rails_stopped(struct ProxycclConnection *connection, uint64_t failure);
 
 /* Tells the engine that the failed rail's queue pair, which was free after the failure with this number, is connected
  * and has no completions left. */

@@ -33,6 +33,7 @@ typedef struct {
   uint64_t chained_bytes; /* bytes of the puts and gets in the chain */
   int reading;            /* whether the last request was a read */
   uint64_t made, retired;
+  int failed;                         /* the status of the first request that failed */
   struct ibv_send_wr requests[CHAIN]; /* linked in order */
   struct ibv_sge parts[CHAIN];
   uint64_t values[CHAIN]; /* the values of inline writes */
@@ -121,18 +122,20 @@ static int retire(VerbsConnection *self, uint32_t *progress) {
   struct ibv_wc completions[COMPLETIONS];
   int taken;
   do {
-    if (self->retired == self->made - self->chained) return 0;
+    if (self->failed != 0 || self->retired == self->made - self->chained) break;
     taken = ibv_poll_cq(self->qp->send_cq, COMPLETIONS, completions);
     if (taken < 0) return EIO;
-    for (int i = 0; i < taken; ++i) {
-      /* Requests after the first failed request fail only because of the first failure. */
-      if (completions[i].status != IBV_WC_SUCCESS) return PROXYCCL_VERBS_COMPLETION + completions[i].status;
+    for (int i = 0; i < taken && self->failed == 0; ++i) {
       self->retired = completions[i].wr_id;
+      if (completions[i].status == IBV_WC_SUCCESS) continue;
+      /* All earlier requests are complete. Later requests fail only because of this failure. */
+      --self->retired;
+      self->failed = PROXYCCL_VERBS_COMPLETION + completions[i].status;
     }
     flushes_complete(&self->queue.flushes, self->retired);
     *progress += (uint32_t)taken;
   } while (taken == COMPLETIONS);
-  return 0;
+  return self->failed;
 }
 
 static int verbs_poll(ProxycclConnection *base, uint32_t *progress) {

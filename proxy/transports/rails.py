@@ -22,14 +22,15 @@ class Rail(Struct, frozen=True):
 
     Attributes:
         adapter: name of the adapter.
-        stop: puts the rail's queue pair into its error state, in which the adapter executes no requests.
+        stop: puts the rail's queue pair into its error state, in which the adapter executes no requests. Returns False
+            if the system refuses; the caller then tries again.
         reconnect: resets the rail's queue pair and connects it to the peer again, after the failure with this number.
             The engine does not use the queue pair meanwhile. Returns False if the adapter's port is down or the system
             refuses; the caller then tries again later.
     """
 
     adapter: str
-    stop: Callable[[], None]
+    stop: Callable[[], bool]
     reconnect: Callable[[int], bool]
 
 
@@ -38,7 +39,7 @@ class _Watched(Struct):
     pointer: Any
     stats: Any  # the ProxycclConnectionStats that show the rails to observers
     peer: int | None
-    is_down: bool = False
+    losses: int = 0  # of the ProxycclRailsState at the last look
     reconnected: int = 0  # number of the failure after which a rail was last connected again
 
 
@@ -99,14 +100,14 @@ class RailWatch:
     def _look(self, each: _Watched) -> bool:
         """Stops a failed rail's queue pair if the engine asks. Returns whether the rail may be connected again."""
         state = self._state(each)
-        was_down, each.is_down = each.is_down, state.down > 0
-        each.stats.rails_up = len(each.rails) - each.is_down
-        if not each.is_down:
+        each.stats.rails_up = len(each.rails) - (state.down > 0)
+        if not state.down:
             return False
         failed, other = each.rails[state.down - 1], each.rails[2 - state.down]
-        if state.is_stopping:
-            failed.stop()
-        if not was_down:
+        if state.is_stopping and failed.stop():
+            lib.proxyccl_rails_stopped(each.pointer, state.failures)
+        if state.losses != each.losses:  # at most one more, because a rail is connected again only after a look
+            each.losses = state.losses
             each.stats.rail_failures += 1
             reason = self._status_text(state.status)
             text = f"the adapter {failed.adapter} no longer reaches rank {each.peer} ({reason})"

@@ -273,13 +273,16 @@ class Endpoint:
         self.mtu = min(self._device.mtu, address.mtu)
         self.peer = address
 
-    def stop(self) -> None:
-        """Puts the queue pair into its error state, in which the device executes no requests. A refusal is ignored,
-        because a queue pair that is in its error state already may be refused.
+    def stop(self) -> bool:
+        """Puts the queue pair into its error state, in which the device executes no requests. Returns False if the
+        system refuses.
         """
         self._require_open()
-        with contextlib.suppress(self._api.PyverbsError):
+        try:
             self._set_state("IBV_QPS_ERR")
+        except self._api.PyverbsError:
+            return False
+        return True
 
     def _set_state(self, state: str) -> None:
         api = self._api

@@ -772,7 +772,7 @@ def test_both_ends_connect_again_with_other_packet_numbers(opened: Open, monkeyp
     gid = now.ports[0].gids[1]
     port = replace(now.ports[0], state="active", gids=(replace(gid, index=5),))
     now = replace(now, ports=(port,))
-    endpoint.stop()
+    assert endpoint.stop()
     cq.left = 100
     numbers = {at_first}
     for failure in (1, 2, 3):
@@ -783,11 +783,13 @@ def test_both_ends_connect_again_with_other_packet_numbers(opened: Open, monkeyp
     assert len(numbers) == 4
     assert (cq.left, qp.states, qp.attributes.ah_attr.gr.sgid_index) == (0, (6, 0, 0, 0), 5)
 
-    def refused(attributes: Any) -> None:
+    def refused(*_: Any) -> None:
         raise endpoint._api.PyverbsError("Failed to modify QP state to RTR", errno.ETIMEDOUT)
 
     monkeypatch.setattr(qp, "to_rtr", refused)
     assert not endpoint.reconnect(4)
+    monkeypatch.setattr(qp, "modify", refused)
+    assert not endpoint.stop()
 
 
 @pytest.fixture

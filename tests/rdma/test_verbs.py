@@ -5,6 +5,7 @@ The device counts requests, and can delay requests, execute them late, and fail.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -182,18 +183,24 @@ def random_trigger(
     return operation | GET, channel, size, {"source": end, "destination": start}
 
 
-def rails_up(loop: Loop) -> int:
+def rails_up(loop: Loop, peer: int = 0) -> int:
     state = ffi.new("ProxycclRailsState *")
-    lib.proxyccl_rails_state(loop.service.engine_connections[0].pointer, state)
+    lib.proxyccl_rails_state(loop.service.engine_connections[peer].pointer, state)
     return 1 if state.down else 2
 
 
+def rails_observed() -> list[str]:
+    """Returns the metrics of rails: first each connection's number of rails, then each connection's failures."""
+    lines = metrics_text(snapshots("job").values()).splitlines()
+    return [line.rpartition(" ")[2] for line in lines if line.startswith("proxyccl_connection_rail")]
+
+
 def wait_with_peer(loop: Loop, condition: Callable[[], bool], what: str) -> None:
-    """Waits for a condition, while the peer answers each message about a rail with the same message."""
-    (peer,) = loop.peers
+    """Waits for a condition, while the peers answer each message about a rail with the same message."""
 
     def answered() -> bool:
-        peer.mail[:3] = peer.peer_mail[:3]
+        for peer in loop.peers:
+            peer.mail[:3] = peer.peer_mail[:3]
         return condition()
 
     loop.wait(answered, what)
@@ -214,7 +221,8 @@ def test_what_a_failed_rail_has_not_done_is_done_once_by_the_other(seed: int) ->
         signals = [0, 0]
         for _ in range(4):
             failing = peer.devices[rng.randrange(2)]
-            failing.fail_request(failing.counts.requests + rng.randrange(1, 80), RETRY_EXC_ERR)
+            lost = rng.choice([0, 1, 20])
+            failing.fail_request(failing.counts.requests + rng.randrange(1, 80), RETRY_EXC_ERR, lost)
             for _ in range(200):
                 operation, channel, size, where = random_trigger(rng, 2, own, expected)
                 if not operation & Operation.GET:
@@ -249,7 +257,7 @@ def test_what_precedes_a_value_that_the_peer_has_seen_is_not_put_again(executed:
     value = 0x1122334455667788
     with Loop(source, destination, speeds=(1, 1), send_depth=128) as loop:
         (peer,) = loop.peers
-        peer.devices[0].fail_request(executed + 1, RETRY_EXC_ERR)
+        peer.devices[0].fail_request(1, RETRY_EXC_ERR, executed)
         with loop.service.paused(TIMEOUT):  # so that all requests are one chain
             loop.push(0, PUT, 32)
             loop.push(0, PUT, 8, destination=32, value=value)
@@ -267,34 +275,116 @@ def test_what_precedes_a_value_that_the_peer_has_seen_is_not_put_again(executed:
 
 
 @needs_transport
+@pytest.mark.parametrize("is_one_chain", [False, True])
+def test_what_completes_just_before_a_failure_is_not_put_again(is_one_chain: bool) -> None:
+    source, destination = memory(64), np.zeros(64, np.uint8)
+    with Loop(source, destination, speeds=(1, 1)) as loop:
+        (peer,) = loop.peers
+        failing = peer.devices[0]
+        failing.allow(0)  # so that one poll sees the completion and the failure
+        failing.fail_request(2, RETRY_EXC_ERR)
+        with loop.service.paused(TIMEOUT) if is_one_chain else contextlib.nullcontext():
+            loop.push(0, PUT, 32)
+            if not is_one_chain:
+                loop.wait(lambda: failing.counts.posts == 1, "the first post")
+            ticket = loop.push(0, PUT | FLUSH, 32, source=32, destination=32)
+        loop.wait(lambda: failing.counts.requests == 2, "both requests")
+        failing.allow(-1)
+        loop.wait(lambda: bool(peer.peer_mail[0]), "the report of the failure")
+        assert (destination[:32] == source[:32]).all()
+        destination[:32] = 7
+        wait_with_peer(loop, lambda: peer.flushed() > ticket, "the flush")
+        assert (destination[:32] == 7).all()
+        assert (destination[32:] == source[32:]).all()
+
+
+@needs_transport
+@pytest.mark.parametrize("status", ["a refused post", "a refused poll"])
+def test_a_rail_on_trial_that_fails_without_a_completion_is_stopped_before_the_peer_is_told(status: str) -> None:
+    source, destination, asked = memory(9000), np.zeros(9000, np.uint8), threading.Event()
+    with Loop(source, destination, speeds=(1, 1)) as loop:
+        (peer,) = loop.peers
+        failing = peer.devices[1]
+        failing.fail_request(1, RETRY_EXC_ERR)
+        loop.push(0, PUT, 9000)
+        loop.wait(lambda: peer.peer_mail[1] == 1, "the report of the failure")
+        peer.mail[1] = 1
+        loop.wait(lambda: peer.peer_mail[2] == 1, "the message that the rail is connected")
+        peer.can_stop = lambda: asked.set() or False
+        if status == "a refused post":
+            failing.fail_post(failing.counts.posts + 1, errno.EINVAL)
+        else:
+            failing.fail_polls()
+        peer.mail[2] = 1
+        loop.wait(asked.is_set, "an attempt to stop the queue pair")
+        assert peer.peer_mail[1] == 1
+        peer.can_stop = lambda: True
+        wait_with_peer(loop, lambda: peer.peer_mail[1] == 2 and rails_up(loop) == 2, "both rails")
+        loop.push(0, PUT | SIGNAL, 9000)
+        loop.flush()
+        assert (destination == source).all()
+        assert peer.words[0] == 1
+
+
+@needs_transport
+def test_a_rail_that_fails_again_before_the_watch_sees_it_up_is_counted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch waits for the port of another connection while a rail is used and fails again."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    source, destination = memory(9000), np.zeros(9000, np.uint8)
+    described = {"description": Description(0, 2, "job", "program")}
+    with Loop(source, destination, peers=2, speeds=(1, 1), service=described) as loop:
+        first, second = loop.peers
+        failing, waits, ends = second.devices[1], threading.Event(), threading.Event()
+
+        def late_port() -> bool:
+            waits.set()
+            return ends.wait(TIMEOUT)
+
+        def port() -> bool:
+            first.port = late_port  # the watch asks the other connection next
+            return True
+
+        first.port = second.port = lambda: False
+        for number, peer in enumerate(loop.peers):
+            peer.devices[1].fail_request(1, RETRY_EXC_ERR)
+            loop.push(number, PUT, 9000)
+        wait_with_peer(loop, lambda: rails_observed() == ["1", "1", "1", "1"], "the reports to observers")
+        second.port = port
+        wait_with_peer(loop, lambda: waits.is_set() and rails_up(loop, 1) == 2, "both rails")
+        failing.fail_request(failing.counts.requests + 1, RETRY_EXC_ERR)
+        loop.push(1, PUT, 9000)
+        wait_with_peer(loop, lambda: rails_up(loop, 1) == 1, "the second failure")
+        ends.set()
+        wait_with_peer(loop, lambda: rails_observed() == ["2", "2", "1", "2"], "the reports to observers")
+
+
+@needs_transport
 def test_a_rail_that_is_back_is_used_again(
     recwarn: pytest.WarningsRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The port comes up late; then the first request on the rail fails, and the second one succeeds."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
-    def observed() -> list[str]:
-        lines = metrics_text(snapshots("job").values()).splitlines()
-        return [line.rpartition(" ")[2] for line in lines if line.startswith("proxyccl_connection_rail")]
-
     source, destination = memory(9000), np.zeros(9000, np.uint8)
     described = {"description": Description(0, 2, "job", "program")}
     with Loop(source, destination, speeds=(1, 1), service=described) as loop:
         watch = Watch("job")
-        assert (observed(), watch.rates()) == (["2", "0"], [])
+        assert (rails_observed(), watch.rates()) == (["2", "0"], [])
         (peer,) = loop.peers
         failing = peer.devices[1]
-        peer.is_port_up = False
+        peer.port = lambda: False
         failing.fail_request(1, RETRY_EXC_ERR)
         for _ in range(2):
             ticket = loop.push(0, PUT | SIGNAL | FLUSH, 9000)
             wait_with_peer(loop, lambda ticket=ticket: peer.flushed() > ticket, "the flush")
             assert (destination == source).all()
         assert (failing.counts.requests, rails_up(loop)) == (2, 1)
-        loop.wait(lambda: observed() == ["1", "1"], "the report to observers")
+        loop.wait(lambda: rails_observed() == ["1", "1"], "the report to observers")
         assert "7 verbs, 1 of 2 rails" in table_of(watch.rates())
         failing.fail_request(failing.counts.requests + 1, RETRY_EXC_ERR)
-        peer.is_port_up = True
+        peer.port = lambda: True
         loop.wait(lambda: bool(peer.peer_mail[2]), "the message that the rail is connected")
         loop.push(0, PUT, 9000)
         loop.flush()
@@ -306,7 +396,7 @@ def test_a_rail_that_is_back_is_used_again(
         loop.flush()
         assert failing.counts.executed > before
         assert peer.words[0] == 3
-        loop.wait(lambda: observed() == ["2", "1"], "the report to observers")
+        loop.wait(lambda: rails_observed() == ["2", "1"], "the report to observers")
         (told,) = [str(each.message) for each in recwarn]
         assert told.startswith("the adapter rail1 no longer reaches rank 7 (IBV_WC_RETRY_EXC_ERR, ")
         assert told.endswith("; all data goes by rail0")
@@ -356,7 +446,7 @@ def test_the_failure_of_both_rails_ends_the_connection() -> None:
     source, destination = memory(9000), np.zeros(9000, np.uint8)
     with Loop(source, destination, speeds=(1, 1)) as loop:
         (peer,) = loop.peers
-        peer.is_port_up = False
+        peer.port = lambda: False
         loop.push(0, PUT, 9000)
         loop.flush()
         peer.mail[1] = 1

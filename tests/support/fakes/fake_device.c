@@ -47,6 +47,7 @@ struct FakeDevice {
   int64_t allowed;
   uint32_t dawdle, random;
   uint64_t failing_request, failing_post;
+  uint32_t lost;
   int failing_status, failing_error, failing_polls, in_error;
   const char *breach;
   Memory memories[MAX_MEMORIES];
@@ -127,6 +128,18 @@ static int execute(FakeDevice *device, const Request *request) {
   return IBV_WC_SUCCESS;
 }
 
+/* Executes the requests whose acknowledgements are lost. A fenced request does not start after a read without a
+ * response. */
+static int fail(FakeDevice *device) {
+  const uint64_t first = device->failing_request;
+  for (uint64_t number = first; number < first + device->lost && number <= device->posted; ++number) {
+    const Request *request = &device->queue[number % device->send_depth];
+    if (number > first && request->is_fenced) break;
+    execute(device, request);
+  }
+  return device->failing_status;
+}
+
 static void advance(FakeDevice *device) {
   uint32_t most = device->send_depth;
   if (device->dawdle != 0) {
@@ -141,7 +154,7 @@ static void advance(FakeDevice *device) {
       if (device->allowed == 0) return;
       if (device->allowed > 0) --device->allowed;
       if (request->is_fenced) read_up_to(device, number - 1);
-      status = number == device->failing_request ? device->failing_status : execute(device, request);
+      status = number == device->failing_request ? fail(device) : execute(device, request);
       device->in_error = status != IBV_WC_SUCCESS;
     }
     if (status == IBV_WC_SUCCESS) ++device->executed;
@@ -289,15 +302,15 @@ void fake_dawdle(FakeDevice *device, uint32_t most, uint32_t seed) {
   ALONE(device->dawdle = most; device->random = seed);
 }
 
-void fake_fail_request(FakeDevice *device, uint64_t number, int status) {
-  ALONE(device->failing_request = number; device->failing_status = status);
+void fake_fail_request(FakeDevice *device, uint64_t number, int status, uint32_t lost) {
+  ALONE(device->failing_request = number; device->failing_status = status; device->lost = lost);
 }
 
 void fake_stop(FakeDevice *device) { ALONE(device->in_error = 1); }
 
 void fake_reset(FakeDevice *device) {
-  ALONE(device->in_error = 0; device->executed = device->carried_out = device->freed = device->posted;
-        device->polled = device->completed);
+  ALONE(device->in_error = device->failing_polls = 0;
+        device->executed = device->carried_out = device->freed = device->posted; device->polled = device->completed);
 }
 
 void fake_fail_post(FakeDevice *device, uint64_t number, int error) {

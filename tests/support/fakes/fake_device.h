@@ -40,15 +40,18 @@ void fake_allow(FakeDevice *device, int64_t requests);
 /* Makes each poll execute a random number of requests, at most `most`. If `most` is 0, each poll executes all
  * allowed requests. */
 void fake_dawdle(FakeDevice *device, uint32_t most, uint32_t seed);
-/* Makes the request with this number, counted from 1, fail with an ibv_wc_status. */
-void fake_fail_request(FakeDevice *device, uint64_t number, int status);
+/* Makes the request with this number, counted from 1, complete with an ibv_wc_status. This request and the requests
+ * after it, `lost` of them in all, are executed nevertheless if they are posted, as if their acknowledgements were
+ * lost.
+ */
+void fake_fail_request(FakeDevice *device, uint64_t number, int status, uint32_t lost);
 /* Puts the queue pair into its error state. */
 void fake_stop(FakeDevice *device);
 /* Resets the queue pair after a failure: discards its requests and completions, and ends its error state. */
 void fake_reset(FakeDevice *device);
 /* Makes the post with this number, counted from 1, fail with an errno. */
 void fake_fail_post(FakeDevice *device, uint64_t number, int error);
-/* Makes all later polls fail. */
+/* Makes all polls fail until the queue pair is reset. */
 void fake_fail_polls(FakeDevice *device);
 /* Returns a description of the first violation of a limit, or NULL. */
 const char *fake_breach(FakeDevice *device);

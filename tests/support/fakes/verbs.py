@@ -47,13 +47,16 @@ class FakeDevice(FakeWriter):
         """Registers an array's memory under a key."""
         self._call("register", key, array.ctypes.data, array.nbytes)
 
-    def fail_request(self, number: int, status: int) -> None:
-        """Makes request number `number`, counted from 1, complete with an ibv_wc_status."""
-        self._call("fail_request", number, status)
+    def fail_request(self, number: int, status: int, lost: int = 0) -> None:
+        """Makes request number `number`, counted from 1, complete with an ibv_wc_status. `lost` requests from this one
+        on are executed nevertheless.
+        """
+        self._call("fail_request", number, status, lost)
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
         """Puts the queue pair into its error state."""
         self._call("stop")
+        return True
 
     def reset(self) -> None:
         """Resets the queue pair after a failure."""
@@ -179,7 +182,8 @@ class FakePeer(OwnTriggers):
         limit: longest recovery from a rail's failure, in seconds.
 
     Attributes:
-        is_port_up: whether failed rails can be connected again.
+        port: waits for the port of a failed rail; returns whether the rail can be connected again.
+        can_stop: returns whether the system puts queue pairs into their error state.
     """
 
     def __init__(
@@ -229,15 +233,21 @@ class FakePeer(OwnTriggers):
             service.set_channel(channel, self.connection, self.words[i:].ctypes.data)
 
     def _make_rails(self) -> list[Rail]:
-        self.is_port_up = True
+        self.port: Callable[[], bool] = lambda: True
+        self.can_stop: Callable[[], bool] = lambda: True
 
         def reconnect(device: FakeDevice) -> bool:
-            if self.is_port_up:
+            is_up = self.port()
+            if is_up:
                 device.reset()
-            return self.is_port_up
+            return is_up
 
         return [
-            Rail(f"rail{number}", device.stop, lambda _, device=device: reconnect(device))
+            Rail(
+                f"rail{number}",
+                lambda device=device: self.can_stop() and device.stop(),
+                lambda _, device=device: reconnect(device),
+            )
             for number, device in enumerate(self.devices)
         ]
 
