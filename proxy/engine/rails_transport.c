@@ -22,7 +22,6 @@ enum { WR_FLUSH_ERR = 5 }; /* an ibv_wc_status */
 typedef struct {
   ProxycclConnection *wire;
   uint64_t first, last; /* the rail's outstanding parts are numbered from `first` to `last` - 1 */
-  uint64_t done;        /* number of complete parts */
   uint64_t counted;     /* the value that the peer's word `executed` gets from the requests posted so far */
   uint64_t hurried;     /* number of parts before the newest flush for which the wire hurries */
   uint64_t answered;    /* the word of that flush, which nothing reads */
@@ -260,17 +259,7 @@ static int issue(ProxycclConnection *base) {
   return 0;
 }
 
-static void remove_complete(Rail *rail) {
-  if (rail->wire->progress.completed > rail->done) rail->done = rail->wire->progress.completed;
-  rail->first = rail->done;
-}
-
-/* Polls a rail's wire, and removes complete parts, also if the wire has failed after them. */
-static int poll_rail(Rail *rail, uint32_t *progress) {
-  const int status = rail->wire->transport->poll(rail->wire, progress);
-  remove_complete(rail);
-  return status;
-}
+static void remove_complete(Rail *rail) { rail->first = rail->wire->progress.completed; }
 
 /* Returns whether a status shows that the adapter, the link or the queue pair failed, and not that the request was
  * wrong. */
@@ -410,7 +399,7 @@ static int renew(RailsConnection *self) {
   if (wire == NULL) return 0;
   proxyccl_connection_destroy(failed->wire);
   failed->wire = wire;
-  failed->first = failed->done = failed->last;
+  wire->progress.completed = failed->last;
   return 1;
 }
 
@@ -468,8 +457,10 @@ static int restore(RailsConnection *self, uint32_t *progress) {
 static int poll_rails(RailsConnection *self, uint32_t *progress) {
   const uint32_t before = *progress;
   for (uint32_t i = 0; i < RAILS; ++i) {
+    Rail *rail = &self->rails[i];
     if (has_failed(self, i)) continue;
-    int status = poll_rail(&self->rails[i], progress);
+    int status = rail->wire->transport->poll(rail->wire, progress);
+    remove_complete(rail); /* a wire may complete parts and then fail in one poll */
     if (status != 0) status = begin_recovery(self, i, status, TELLING);
     if (status != 0) return status;
   }
