@@ -51,7 +51,8 @@ restore() {
   wait_for_devices rxe$1 rxe$(($1 + 1))
 }
 
-# An end that goes down loses its route.
+# An end that goes down loses its route and its neighbour. The neighbours are permanent, because an end may wait a minute
+# for the answer to its ARP request.
 up() {
   other=$(($1 + 1))
   ip -batch - <<END
@@ -59,6 +60,8 @@ up() {
     link set veth$other up
     route replace 10.9.$1.2 dev veth$1 src 10.9.$1.1 table 10$1
     route replace 10.9.$1.1 dev veth$other src 10.9.$1.2 table 10$other
+    neigh replace 10.9.$1.2 dev veth$1 lladdr $(cat /sys/class/net/veth$other/address)
+    neigh replace 10.9.$1.1 dev veth$other lladdr $(cat /sys/class/net/veth$1/address)
 END
 }
 
