@@ -57,7 +57,7 @@ typedef struct {
   uint32_t failed;   /* number of the failed rail */
   int status;        /* why it failed */
   uint64_t failures; /* number of failures so far */
-  uint64_t losses;   /* number of these failures before which both rails were in use */
+  uint32_t losses;   /* number of these failures before which both rails were in use */
   uint64_t next;     /* in the stages READING and MOVING: number of the failed rail's next part */
   int asked;         /* in the stages JOINING, LEAVING and READING: whether the stage's requests are posted */
   uint64_t finished; /* 1 when the requests of the stage READING or TRYING are complete */
@@ -70,7 +70,7 @@ typedef struct {
 
 static RailsConnection *self_of(ProxycclConnection *base) { return (RailsConnection *)base; }
 
-/* The fields of `state`. All statuses of `verbs` fit into 17 bits. */
+/* The fields of `state`. All statuses of `verbs` fit into 17 bits; 7 bits remain for the number of losses. */
 enum {
   STATE_DOWN = 0xf,
   STATE_STOPPING = 0x10,
@@ -78,7 +78,6 @@ enum {
   STATE_STATUS_SHIFT = 8,
   STATE_STATUS = 0x1ffff,
   STATE_LOSSES_SHIFT = 25,
-  STATE_LOSSES = 0x7f,
   STATE_FAILURES_SHIFT = 32
 };
 
@@ -86,9 +85,8 @@ static void enter(RailsConnection *self, Stage stage) {
   self->stage = stage;
   self->asked = 0;
   word_store(&self->state, self->failures << STATE_FAILURES_SHIFT | (uint64_t)self->status << STATE_STATUS_SHIFT |
-                               (self->losses & STATE_LOSSES) << STATE_LOSSES_SHIFT |
-                               (stage == ONE_UP ? STATE_FREE : 0) | (stage == STOPPING ? STATE_STOPPING : 0) |
-                               (stage == BOTH_UP ? 0 : self->failed + 1));
+                               self->losses << STATE_LOSSES_SHIFT | (stage == ONE_UP ? STATE_FREE : 0) |
+                               (stage == STOPPING ? STATE_STOPPING : 0) | (stage == BOTH_UP ? 0 : self->failed + 1));
 }
 
 /* Returns whether operations are posted in a stage, in the later stages on the rail that is up. */
@@ -223,8 +221,6 @@ static int has_failed(const RailsConnection *self, uint32_t rail) {
   return self->stage != BOTH_UP && rail == self->failed;
 }
 
-static int has_other_failed(const RailsConnection *self, uint32_t rail) { return has_failed(self, 1 - rail); }
-
 /* Makes the wires of `fabric` ask for the completion of all parts so far, because an operation or a thread waits. */
 static int hurry(RailsConnection *self) {
   int status = 0;
@@ -266,10 +262,8 @@ static void remove_complete(Rail *rail) { rail->first = rail->wire->progress.com
 static int is_of_link(int status) {
   /* ibv_wc_status: LOC_QP_OP_ERR, WR_FLUSH_ERR, RETRY_EXC_ERR, RNR_RETRY_EXC_ERR, FATAL_ERR, RESP_TIMEOUT_ERR,
    * GENERAL_ERR */
-  static const int statuses[] = {2, 5, 12, 13, 19, 20, 21};
-  for (size_t i = 0; i < sizeof statuses / sizeof *statuses; ++i)
-    if (status == PROXYCCL_VERBS_COMPLETION + statuses[i]) return 1;
-  return 0;
+  const uint32_t statuses = 1 << 2 | 1 << 5 | 1 << 12 | 1 << 13 | 1 << 19 | 1 << 20 | 1 << 21;
+  return status >> 5 == PROXYCCL_VERBS_COMPLETION >> 5 && (statuses >> status % 32 & 1);
 }
 
 /* Enters a stage after a failure of a rail. */
@@ -284,7 +278,7 @@ static void enter_after_failure(RailsConnection *self, uint32_t rail, int status
 
 /* Begins the recovery from a rail's failure. Returns the status if the connection can't do without the rail. */
 static int begin_recovery(RailsConnection *self, uint32_t rail, int status, Stage stage) {
-  if (self->mail == NULL || has_other_failed(self, rail) || !is_of_link(status)) return status;
+  if (self->mail == NULL || has_failed(self, 1 - rail) || !is_of_link(status)) return status;
   enter_after_failure(self, rail, status, stage);
   return 0;
 }
@@ -465,7 +459,7 @@ static int poll_rails(RailsConnection *self, uint32_t *progress) {
     if (status != 0) return status;
   }
   for (uint32_t i = 0; self->mail != NULL && i < RAILS; ++i) {
-    if (word_load(&self->mail->down[i]) <= self->failures || has_other_failed(self, i)) continue;
+    if (word_load(&self->mail->down[i]) <= self->failures || has_failed(self, 1 - i)) continue;
     begin_recovery(self, i, PROXYCCL_VERBS_COMPLETION + WR_FLUSH_ERR, STOPPING);
   }
   if (self->stage == BOTH_UP) return 0;
@@ -502,7 +496,7 @@ void proxyccl_rails_state(const ProxycclConnection *base, ProxycclRailsState *st
   state->is_stopping = (word & STATE_STOPPING) != 0;
   state->is_free = (word & STATE_FREE) != 0;
   state->status = (int)(word >> STATE_STATUS_SHIFT & STATE_STATUS);
-  state->losses = (uint32_t)(word >> STATE_LOSSES_SHIFT) & STATE_LOSSES;
+  state->losses = (uint32_t)word >> STATE_LOSSES_SHIFT;
 }
 
 void proxyccl_rails_stopped(ProxycclConnection *base, uint64_t failure) {

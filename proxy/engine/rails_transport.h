@@ -53,10 +53,7 @@ typedef struct ProxycclRailsState {
 
 void proxyccl_rails_state(const struct ProxycclConnection *connection, ProxycclRailsState *state);
 
-/* Tells the engine that the failed rail's queue pair, which it wanted stopped after the failure with this number, is in
- * its error state. */
+/* Tell the engine that the failed rail's queue pair has been stopped (is_stopping), or connected without completions
+ * left (is_free), after the failure with this number. */
 void proxyccl_rails_stopped(struct ProxycclConnection *connection, uint64_t failure);
-
-/* Tells the engine that the failed rail's queue pair, which was free after the failure with this number, is connected
- * and has no completions left. */
 void proxyccl_rails_reconnected(struct ProxycclConnection *connection, uint64_t failure);

@@ -22,8 +22,7 @@ class Rail(Struct, frozen=True):
 
     Attributes:
         adapter: name of the adapter.
-        stop: puts the rail's queue pair into its error state, in which the adapter executes no requests. Returns False
-            if the system refuses; the caller then tries again.
+        stop: puts the rail's queue pair into its error state, which ends its requests; returns False if refused.
         reconnect: resets the rail's queue pair and connects it to the peer again, after the failure with this number.
             The engine does not use the queue pair meanwhile. Returns False if the adapter's port is down or the system
             refuses; the caller then tries again later.
