@@ -14,7 +14,7 @@
 #define PROXYCCL_VISIT(member) Py_VISIT(self->member);
 #define PROXYCCL_CLEAR(member) Py_CLEAR(self->member);
 
-/* Implements tp_dealloc of a type with garbage collection. `clear` is the type's tp_clear. */
+/* Implements tp_dealloc of a type with garbage collection. `clear` releases all references and resources. */
 static inline void proxyccl_free(PyObject* object, inquiry clear) {
   PyTypeObject* type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
@@ -23,8 +23,7 @@ static inline void proxyccl_free(PyObject* object, inquiry clear) {
   Py_DECREF(type);
 }
 
-/* Defines name_traverse, name_clear and name_end: tp_traverse, tp_clear and tp_dealloc of a type that has no other
- * references and resources than REFERENCES. */
+/* Defines name_traverse, which visits REFERENCES, and name_clear, which releases them. */
 #define PROXYCCL_COLLECT(name, Type, REFERENCES)                             \
   static int name##_traverse(PyObject* object, visitproc visit, void* arg) { \
     Type* self = (Type*)object;                                              \
@@ -36,7 +35,11 @@ static inline void proxyccl_free(PyObject* object, inquiry clear) {
     Type* self = (Type*)object;                                              \
     REFERENCES(PROXYCCL_CLEAR)                                               \
     return 0;                                                                \
-  }                                                                          \
+  }
+
+/* Also defines name_end: tp_dealloc of a type that owns nothing else. */
+#define PROXYCCL_COLLECT_ALL(name, Type, REFERENCES) \
+  PROXYCCL_COLLECT(name, Type, REFERENCES)           \
   static void name##_end(PyObject* object) { proxyccl_free(object, name##_clear); }
 
 /* Returns 1 if a call has `wanted` arguments; otherwise sets a TypeError and returns 0. `call` is the signature in the

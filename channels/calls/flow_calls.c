@@ -226,9 +226,9 @@ static int copy_all(const FlowCalls* self, const Moves* moves, uintptr_t stream)
   return status;
 }
 
-/* Issues ordered moves, and records an event after them. `named`: whether the program passed the stream's handle as a
- * number, and so keeps the stream open. Returns the driver's status; PROXYCCL_OTHER_CONTEXT, with nothing done; or
- * PROXYCCL_CALL_ABORTED after a failure. */
+/* Issues ordered moves. In a group of several ranks, records an event after them. `named`: whether the program passed
+ * the stream's handle as a number, and so keeps the stream open. Returns the driver's status; PROXYCCL_OTHER_CONTEXT,
+ * with nothing done; or PROXYCCL_CALL_ABORTED after a failure. */
 static int issue(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t stream, int named) {
   if (!proxyccl_order_is_current(self->streams)) return PROXYCCL_OTHER_CONTEXT;
   const int captured = proxyccl_stream_captures(self->streams, stream);
@@ -499,7 +499,7 @@ static int add_side(const FlowCalls* self, Side* side, Reading* reading) {
 }
 
 static int overlap(const GivenArray* a, const GivenArray* b) {
-  return a->at < b->at + b->bytes && b->at < a->at + a->bytes;
+  return a->bytes != 0 && b->bytes != 0 && a->at < b->at + b->bytes && b->at < a->at + a->bytes;
 }
 
 static int is_empty_list(PyObject* arrays) { return is_sequence(arrays) && size_of(arrays) == 0; }

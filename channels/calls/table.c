@@ -426,6 +426,7 @@ static int let_go(PyObject* object) {
   self->direct = 0;
   proxyccl_drop_all_forms(&self->forms);
   proxyccl_clear_reach(&self->reach);
+  self->wanted_count = 0; /* only calls with a wanted array use `lend` */
   Py_CLEAR(self->lend);
   return 0;
 }

@@ -98,19 +98,33 @@ class Transfers:
     def _issue(self) -> None:
         sent, received = tuple(self._sent), tuple(self._received)
         options = ("transfers", tuple(self._to), tuple(self._of))
+        if self._collectives.made_flows is None:
+            self._check()  # before the ranks wait for each other
         if issue(self._collectives, sent, received, options, self._stream, sets_up=True):
             return
+        self._check()
+        raise RuntimeError("the arrays of the transfers can't be read")
+
+    def _check(self) -> None:
+        """Raises ArgumentError if a transfer to this rank itself has two sizes, or if a received array overlaps another
+        array. C refuses such transfers, but does not say why.
+        """
         group, rank = self._group, self._group.rank
         group.failure.require_usable()
-        sends = [input_view(group, x, "x").nbytes for x, peer in zip(sent, self._to, strict=True) if peer == rank]
-        receives = [
-            input_view(group, x, "out").nbytes for x, peer in zip(received, self._of, strict=True) if peer == rank
-        ]
-        if sends != receives:
-            raise ArgumentError("peer", f"this rank sends itself arrays of {sends} bytes and receives {receives}")
-        raise ArgumentError(
-            "out", "overlaps another array of the same transfers; received arrays must not overlap any other array"
-        )
+        sends = [(input_view(group, x, "x"), peer) for x, peer in zip(self._sent, self._to, strict=True)]
+        receives = [(input_view(group, x, "out"), peer) for x, peer in zip(self._received, self._of, strict=True)]
+        own = [[view for view, peer in side if peer == rank] for side in (sends, receives)]
+        sizes = [[view.nbytes for view in side] for side in own]
+        if sizes[0] != sizes[1]:
+            raise ArgumentError("peer", f"this rank sends itself arrays of {sizes[0]} bytes and receives {sizes[1]}")
+        copies = [(source, target) for source, target in zip(*own, strict=True) if source.ptr != target.ptr]
+        sent = [view for view, peer in sends if peer != rank] + [source for source, _ in copies]
+        received = [view for view, peer in receives if peer != rank] + [target for _, target in copies]
+        for i, view in enumerate(received):
+            if view.nbytes and any(each.nbytes and overlap(view, each) for each in (*sent, *received[:i])):
+                raise ArgumentError(
+                    "out", "overlaps another array of the same transfers; received arrays must not overlap other arrays"
+                )
 
 
 Agree = Callable[[tuple[Any, Any]], object]
@@ -126,7 +140,7 @@ def issue(
     *,
     sets_up: bool = False,
 ) -> bool:
-    """Makes a call in C. Returns False, without any effect, if Python must check the arguments first.
+    """Makes a call in C. Returns False, and issues nothing, if Python must check the arguments first.
 
     Args:
         x, out, options, stream: as for `FlowCalls.call`.
@@ -171,6 +185,7 @@ def _issue_views(
     agree = functools.cache(functools.partial(group.launches.agree, call))  # logs the call once
     given, taken = (() if view is None else as_readable(group, view) for view in (x, out))
     if not issue(collectives, given, taken, (lambda _: agree(), *ranks), stream, sets_up=True):
+        group.failure.require_usable()
         raise RuntimeError(f"the views {x} and {out} can't be read")
 
 

@@ -27,7 +27,7 @@ PyObject* proxyccl_new_form(PyTypeObject* type, PyObject* arguments) {
 
 /* form_clear is not the type's tp_clear, which forms lack, as tuples do: every reference cycle through a form also has
  * an object that can be cleared. */
-PROXYCCL_COLLECT(form, LayerForm, FORM_REFERENCES)
+PROXYCCL_COLLECT_ALL(form, LayerForm, FORM_REFERENCES)
 
 int proxyccl_add_layer_form(PyObject* module, PyTypeObject** type, const char* name, size_t size, newfunc make,
                             PyMethodDef* methods) {
@@ -140,7 +140,7 @@ static PyObject* receive(PyObject* object, PyObject* arguments) {
 
 #define SENT_REFERENCES(apply) \
   apply(form) apply(desc) apply(stream) apply(rows) apply(weights) apply(owners) apply(recorded)
-PROXYCCL_COLLECT(sent, SentCall, SENT_REFERENCES)
+PROXYCCL_COLLECT_ALL(sent, SentCall, SENT_REFERENCES)
 
 static PyMethodDef methods[] = {
     {"receive", receive, METH_VARARGS, NULL},

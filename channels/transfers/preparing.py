@@ -189,9 +189,9 @@ class Preparer(Struct, eq=False):
         return known.keep(self._made(pair, handle, path, sides(pair.rows, pair.apart), kept=requests))
 
     def _staged_by_fabric(self, pair: Pair, reason: str) -> Transfer | str:
-        """The path by libfabric with staging: each side copies between its device and pinned memory. If both sides
-        have pinned memory, the peer's adapter copies between the two; if the peer's blocks are in host memory, this
-        agent's adapter copies between these blocks and its pinned memory."""
+        """The path by libfabric with staging: each side with a device copies between the device and pinned
+        memory. If both sides have pinned memory, the peer's adapter copies between the two; if the peer's blocks are in
+        host memory, this agent's adapter copies between these blocks and its pinned memory."""
         fabric, known = self._fabric, pair.known
         if fabric is None or known is None or known.number is None or not pair.is_apart or not pair.of_devices:
             return ""

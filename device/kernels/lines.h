@@ -22,7 +22,7 @@ PROXYCCL_DEVICE bool isInWords(const T* array, uint64_t count, uint64_t unit) {
   return sizeof(T) == 1 && reinterpret_cast<uintptr_t>(array) % 4 == 0 && (unit + 1) * 16 <= count;
 }
 // Load and store a unit of array[count]; values beyond the end are loaded as zero and not stored. The last unit, and
-// all units of an unaligned array, are moved value by value, in a loop that is not unrolled, because the kernels
+// all units of an unaligned array, are moved by words or by values, in a loop that is not unrolled, because the kernels
 // contain many copies of the code.
 template <class T>
 PROXYCCL_DEVICE Bytes16 loadUnit(const T* array, uint64_t count, uint64_t unit) {

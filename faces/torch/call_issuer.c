@@ -176,7 +176,7 @@ static PyObject* issue(CallIssuer* self, PyObject* const* arguments, Py_ssize_t 
   apply(gpu) apply(make_call) apply(process) apply(own) apply(numbers) apply(log) apply(forget) apply(work) \
       apply(hand_out) apply(source)
 
-PROXYCCL_COLLECT(issuer, CallIssuer, REFERENCES)
+PROXYCCL_COLLECT_ALL(issuer, CallIssuer, REFERENCES)
 
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
   PyObject *gpu, *make_call, *process, *own, *numbers, *log, *forget, *work, *hand_out, *source;

@@ -141,7 +141,7 @@ static PyObject* mark_of(PyObject* self, PyObject* stream) {
   apply(idle) apply(more) apply(finish) apply(owner) apply(current) apply(check) apply(record)
 
 /* gpu_clear is not the type's tp_clear, because calls and marks use their Gpu until they are freed themselves. */
-PROXYCCL_COLLECT(gpu, Gpu, GPU_REFERENCES)
+PROXYCCL_COLLECT_ALL(gpu, Gpu, GPU_REFERENCES)
 
 static PyObject* make_gpu(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
   PyObject *idle, *more, *finish, *owner;

@@ -126,7 +126,7 @@ static int waits_for_others(const RailsConnection *self, uint32_t rail, const Op
 }
 
 /* A part takes at most four operations of a wire: over `verbs` a value, a count before and after it, and a flush; over
- * `fabric` its own, a mark and the flush of `hurry`. */
+ * `fabric` the operation, its flush and the flush of `hurry`. */
 static int has_room(const Rail *rail) {
   return rail->last - rail->first < PARTS && rail->wire->transport->ready(rail->wire) > 1;
 }

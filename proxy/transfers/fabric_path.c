@@ -41,6 +41,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   ++transfer->copying; /* while `copying` is not 0, the transfer stays allocated */
   while (self->rdma.unanswered > 0 && pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) == 0) {}
   --transfer->copying;
+  pthread_cond_broadcast(&agent->changed); /* another thread may wait to cancel the transfer */
   return self->rdma.unanswered == 0;
 }
 

@@ -235,6 +235,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
     part->state = PART_IDLE;
   }
   --transfer->copying;
+  pthread_cond_broadcast(&agent->changed); /* another thread may wait to cancel the transfer */
   return over;
 }
 

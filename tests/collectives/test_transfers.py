@@ -18,7 +18,7 @@ from proxyccl.channels.collectives.flows import MOST_TRANSFERS
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import ON_HOST, runtime_with_lines, world_sizes
 from support.ranks import Ranks
-from support.running import run_ranks
+from support.running import TIMEOUT, run_ranks
 
 LONG = 3_000_001  # bytes: more than the slots between two ranks hold
 
@@ -353,6 +353,43 @@ def test_wrong_arguments_are_refused_before_anything_moves(pairs: Ranks) -> None
         if comm.rank:
             with pytest.raises(ArgumentError, match="out: expected an array"):
                 comm.scatter(None, 0)
+
+    pairs.run(body)
+
+
+def test_a_wrong_first_block_is_refused_although_no_peer_takes_part() -> None:
+    refused = threading.Event()
+
+    def body(comm: Communicator) -> None:
+        x = on_device(comm, np.arange(12, dtype=np.float32))
+        if comm.rank == 0:
+            block = comm.transfers()
+            block.send(x[:8], 1)
+            block.recv(x[4:], 1)
+            with pytest.raises(ArgumentError, match="out: overlaps another array"), block:
+                pass
+            block.send(x, 0)
+            with pytest.raises(ArgumentError, match="sends itself arrays"), block:
+                pass
+            refused.set()
+            comm.send(x, 1)
+        else:
+            assert refused.wait(TIMEOUT)
+            comm.recv(x, 0)
+
+    run_ranks(2, body, timeout=5)
+
+
+def test_an_empty_array_overlaps_nothing(pairs: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        whole = on_device(comm, np.arange(8, dtype=np.float32) * comm.rank)
+        for _ in range(2):
+            if comm.rank == 0:
+                comm.all_to_all_v(whole[3:][:0], [0, 0], [0, 8], out=whole)
+            else:
+                comm.all_to_all_v(whole, [8, 0], [0, 0])
+        barrier(comm)
+        assert on_host(whole).tolist() == list(range(8))
 
     pairs.run(body)
 
