@@ -86,7 +86,9 @@ def captured(comm: Communicator, stream: Stream, issue: Callable[[], object]) ->
 
 
 def measure_nccl(steps: Steps, comm: Communicator, x: Array, sizes: Sequence[int], groups: int) -> str:
-    """Adds the steps of communicators of NCCL. Returns NCCL's version, or the reason why there are no such steps."""
+    """Measures the same all_reduces with communicators of NCCL. Returns NCCL's version; if NCCL can't run, returns why
+    without measuring.
+    """
     if comm.runtime.name != "cuda":
         return f"NCCL does not run on the {comm.runtime.name} runtime"
     try:

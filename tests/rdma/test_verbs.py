@@ -195,6 +195,20 @@ def rails_observed() -> list[str]:
     return [line.rpartition(" ")[2] for line in lines if line.startswith("proxyccl_connection_rail")]
 
 
+def lose_and_connect_rail(loop: Loop) -> tuple[FakePeer, FakeDevice]:
+    """Makes rail 1 fail in a put of 9000 bytes, and waits until this rank, but not the peer, has connected the rail
+    again. Returns the peer, and the fake device of rail 1.
+    """
+    (peer,) = loop.peers
+    failing = peer.devices[1]
+    failing.fail_request(1, RETRY_EXC_ERR)
+    loop.push(0, PUT, 9000)
+    loop.wait(lambda: peer.peer_mail[1] == 1, "the report of the failure")
+    peer.mail[1] = 1
+    loop.wait(lambda: peer.peer_mail[2] == 1, "the message that the rail is connected")
+    return peer, failing
+
+
 def wait_with_peer(loop: Loop, condition: Callable[[], bool], what: str) -> None:
     """Waits for a condition, while the peers answer each message about a rail with the same message."""
 
@@ -303,13 +317,7 @@ def test_what_completes_just_before_a_failure_is_not_put_again(is_one_chain: boo
 def test_a_rail_on_trial_that_fails_without_a_completion_is_stopped_before_the_peer_is_told(status: str) -> None:
     source, destination, asked = memory(9000), np.zeros(9000, np.uint8), threading.Event()
     with Loop(source, destination, speeds=(1, 1)) as loop:
-        (peer,) = loop.peers
-        failing = peer.devices[1]
-        failing.fail_request(1, RETRY_EXC_ERR)
-        loop.push(0, PUT, 9000)
-        loop.wait(lambda: peer.peer_mail[1] == 1, "the report of the failure")
-        peer.mail[1] = 1
-        loop.wait(lambda: peer.peer_mail[2] == 1, "the message that the rail is connected")
+        peer, failing = lose_and_connect_rail(loop)
         peer.can_stop = lambda: asked.set() or False
         if status == "a refused post":
             failing.fail_post(failing.counts.posts + 1, errno.EINVAL)
@@ -407,13 +415,7 @@ def test_a_rail_that_is_back_is_used_again(
 def test_a_rail_that_fails_again_at_the_peer_is_stopped_first(stage: str) -> None:
     source, destination = memory(9000), np.zeros(9000, np.uint8)
     with Loop(source, destination, speeds=(1, 1)) as loop:
-        (peer,) = loop.peers
-        failing = peer.devices[1]
-        failing.fail_request(1, RETRY_EXC_ERR)
-        loop.push(0, PUT, 9000)
-        loop.wait(lambda: peer.peer_mail[1] == 1, "the report of the failure")
-        peer.mail[1] = 1
-        loop.wait(lambda: peer.peer_mail[2] == 1, "the message that the rail is connected")
+        peer, failing = lose_and_connect_rail(loop)
         failing.allow(-1 if stage == "both rails are up" else 0)
         before = failing.counts.requests
         if stage != "the peer is not connected":
