@@ -194,16 +194,18 @@ def test_a_row_has_the_same_bits_in_every_batch(make: str, world: tuple[int, int
 
 
 def test_new_arrays_of_one_kind_are_prepared_once(ranks: Ranks) -> None:
+    kinds = 4  # on a GPU: peers' kernels can access `x` and `residual`, one of them, or none
+
     def body(comm: Communicator) -> None:
-        for step in range(4):
+        prepared = set()
+        for _ in range(3 * kinds):
             arrays = [on_device(comm, each) for each in inputs(comm.rank, (3, 88), "bfloat16")]
             out, sums, _ = comm.all_reduce_rms_norm(*arrays, float(str(EPS)))
             barrier(comm)
             assert on_host(sums).tobytes() == summed(comm.world_size, (3, 88), "bfloat16").tobytes()
             require_normed(on_host(out), on_host(sums), on_host(arrays[2]))
-            if step == 0:
-                prepared = comm.calls.prepared
-        assert comm.calls.prepared == prepared
+            prepared.add(comm.calls.prepared)
+        assert len(prepared) <= (1 if comm.runtime.name == "host" else kinds)
 
     ranks.run(body)
 

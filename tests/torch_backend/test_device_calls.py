@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -370,6 +371,20 @@ def test_a_truth_value_is_not_taken_for_a_stream_after_calls_on_streams() -> Non
             comm.all_reduce(x, stream=torch.cuda.current_stream(x.device).cuda_stream)
         with pytest.raises(ArgumentError, match="stream: "):
             comm.all_reduce(x, stream=True)
+        torch_on_hip.on_cpu(x)
+
+    on_gpus(body)
+
+
+def test_a_work_is_not_kept_once_the_program_has_its_future() -> None:
+    def body(group: Any) -> None:
+        x = torch_on_hip.on_gpu(torch.ones(8), group.rank())
+        for _ in range(4):
+            work = all_reduce(group, x, waits=False)
+            future, found = work.get_future(), weakref.ref(work)
+            del work
+            assert found() is None
+            assert future.wait() == [x]
         torch_on_hip.on_cpu(x)
 
     on_gpus(body)

@@ -29,8 +29,6 @@ MOST_CALLS = 200
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PROXYCCL_CTA_POLICY", raising=False)
     torch_on_hip.use(monkeypatch)
-    future = torch.futures.Future
-    monkeypatch.setattr(torch.futures, "Future", lambda devices=None: future())  # torch for CPUs lacks GPU futures
 
 
 class Rank:

@@ -177,6 +177,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
         "_cuda_setStream": _set_stream,
         "_cuda_getDevice": lambda: 0,
         "_cuda_setDevice": lambda _: None,
+        "Future": lambda _: torch.futures.Future(),  # torch for CPUs lacks GPU futures
     }
     for name, value in in_c.items():
         monkeypatch.setattr(torch._C, name, value, raising=False)

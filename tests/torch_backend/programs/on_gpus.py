@@ -21,6 +21,8 @@ from proxyccl.torch import on_gpu  # importing the package registers the backend
 COUNT = 1 << 22  # 16 MiB of float32: the backend may make calls of this size by proxy
 CYCLES = 50_000_000
 """GPU cycles for which `torch.cuda._sleep` keeps a GPU busy longer than any call takes, even if two ranks share it."""
+LATE_SECONDS = 0.003
+"""Longer than the time after which the backend considers a GPU late that has not finished its queued work."""
 
 
 def streams(device: torch.device) -> None:
@@ -115,7 +117,7 @@ def priority(device: torch.device) -> None:
         dist.all_reduce(x, async_op=True).wait()
     torch.cuda.synchronize()
     _, _, highest = cu.cuCtxGetStreamPriorityRange()  # torch's streams do not reach this priority
-    assert dist.group.WORLD._get_backend(device)._gpu(device).own_stream.priority == highest
+    assert dist.group.WORLD._get_backend(device).calls.gpus.of(device).own_stream.priority == highest
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         dist.all_reduce(x, async_op=True).wait()
@@ -128,25 +130,41 @@ def priority(device: torch.device) -> None:
     assert sorted(cu.cuGraphKernelNodeGetAttribute(node, attribute)[1].priority for node in kernels) == [highest, 0]
 
 
+def is_last_by_proxy(device: torch.device) -> bool:
+    """Returns whether proxies made the group's latest call."""
+    ((_, call),) = dist.group.WORLD._get_backend(device).endpoints.of_all(device).group.launches.recent_calls(1)
+    return "zero" in call["algorithm"]
+
+
+def make_late() -> None:
+    """Keeps the current stream busy, and waits until the backend considers the GPU late."""
+    torch.cuda._sleep(CYCLES)
+    time.sleep(LATE_SECONDS)
+
+
 def overlapped(device: torch.device) -> None:
-    """Checks that long reductions go by proxy if the program computed during earlier reductions, else by kernels."""
+    """Checks that long reductions go by proxy if the program computed during earlier reductions and the GPU is late
+    with the program's work, else by kernels.
+    """
     x = torch.empty(COUNT, device=device)
 
-    def kernels(*, beside: bool) -> set[str]:
-        x.fill_(1)
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-            work = dist.all_reduce(x, async_op=True)
+    def is_by_proxy(*, beside: bool) -> bool:
+        for _ in range(2):
+            x.fill_(1)
             if beside:
                 torch.cuda._sleep(CYCLES)
+            work = dist.all_reduce(x, async_op=True)
+            if beside:
+                make_late()
             work.wait()
-            torch.cuda.synchronize()
+            if not beside:
+                torch.cuda.synchronize()
         assert (x == dist.get_world_size()).all()
-        return {event.key for event in found.key_averages() if "reduce" in event.key}
+        return is_last_by_proxy(device)
 
-    usual = kernels(beside=False)
-    assert any(kernels(beside=True).isdisjoint(usual) for _ in range(40))
-    assert any(kernels(beside=False) == usual for _ in range(120))
+    assert not is_by_proxy(beside=False)
+    assert any(is_by_proxy(beside=True) for _ in range(40))
+    assert any(not is_by_proxy(beside=False) for _ in range(120))
     for turn in range(12):  # ranks pass different values of `async_op`
         x.fill_(1)
         work = dist.all_reduce(x, async_op=(dist.get_rank() + turn // 2) % 2 == 0)
@@ -178,7 +196,7 @@ def gathers(device: torch.device) -> None:
 
     def gather(turn: int, stream: torch.cuda.Stream) -> None:
         if stream is side:
-            torch.cuda._sleep(CYCLES)  # the next call finds the default stream busy
+            make_late()
         with torch.cuda.stream(stream):
             own.fill_(rank + turn)
             dist.all_gather_into_tensor(out, own)
@@ -188,8 +206,7 @@ def gathers(device: torch.device) -> None:
     def is_by_proxy(stream: torch.cuda.Stream) -> bool:
         for turn in range(4):
             gather(turn, stream)
-        ((_, call),) = group.launches.recent_calls(1)
-        return "zero" in call["algorithm"]
+        return is_last_by_proxy(device)
 
     group = dist.group.WORLD._get_backend(device).endpoints.of_all(device).group
     current, lent = torch.cuda.current_stream(device), group.lent_memory
@@ -281,7 +298,7 @@ def gather_into_lent(device: torch.device, turn: int) -> tuple[int, int]:
         assert (out.view(ranks, count)[:, 9] == torch.arange(ranks, device=device) + turn).all()
 
     def gather_on_side() -> None:
-        torch.cuda._sleep(CYCLES)  # the next call finds the default stream busy
+        make_late()
         with torch.cuda.stream(side):
             gather()
 
