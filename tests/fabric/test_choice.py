@@ -21,6 +21,7 @@ from proxyccl.proxy.fabric.library import FabricOffer, best_of, choose_offers
 from proxyccl.proxy.placement import Place
 from proxyccl.proxy.remote_options import MOST_WIRES
 from proxyccl.proxy.verbs.devices import choose_devices
+from proxyccl.tools import info
 from support.sysfs import expand, put
 
 
@@ -183,6 +184,19 @@ def test_processes_that_see_one_gpu_or_none_start_with_different_devices(
 def test_agents_use_the_same_one_of_named_interfaces_with_addresses() -> None:
     options = FabricOptions(interfaces=["eth1", "eth0"])
     assert [fabric.choose_offer(TCP, options, None).domain for _ in range(3)] == ["eth1"] * 3
+
+
+def test_info_lists_devices_of_efa_and_interfaces(tmp_path: Path) -> None:
+    gpus = expand("p5_efa", tmp_path)
+    put(tmp_path / "class/net/eth0", {"operstate": "up", "speed": "25000", "device/numa_node": "1"})
+    offers = [SHM, *of_efa(tmp_path), *TCP[:4]]
+    findings = info._placement({name: Place(address) for name, address in gpus.items()}, offers, tmp_path)
+    efa = "(for libfabric alone, active, 100 Gbit/s"
+    assert [finding.detail for finding in findings if finding.name == "gpu1"] == [
+        f"same PCIe switch: rdmap96s0, rdmap98s0, rdmap99s0 {efa}); rdmap97s0 {efa}, used by fabric (efa))",
+        f"same NUMA node: rdmap79s0 … rdmap133s0, 12 adapters {efa})",
+        f"other NUMA node: eth0 (network interface, up, 25 Gbit/s); rdmap147s0 … rdmap201s0, 16 adapters {efa})",
+    ]
 
 
 def test_efa_devices_are_used_by_libfabric_and_not_by_verbs(tmp_path: Path) -> None:
