@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import itertools
 import os
 import platform
@@ -46,17 +45,7 @@ from proxyccl.proxy._engine import lib
 from proxyccl.proxy.fabric import library, requirements
 from proxyccl.proxy.fabric.library import FabricOffer, adapter_of, choose_offers
 from proxyccl.proxy.observe.rates import Watch
-from proxyccl.proxy.placement import (
-    KINDS,
-    NOWHERE,
-    SYSFS,
-    NearnessTo,
-    Place,
-    numa_nodes,
-    pci_path,
-    process_numa_node,
-    read,
-)
+from proxyccl.proxy.placement import KINDS, SYSFS, NearnessTo, Place, numa_nodes, pci_path, process_numa_node, read
 from proxyccl.proxy.processes import process_name
 from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions
 from proxyccl.proxy.thread import IdlePolicy, choose_idle
@@ -86,7 +75,6 @@ class _Vendor:
     """
 
     library: str
-    module: str
     package: str
     device_file: str
     variable: str = ""
@@ -100,8 +88,8 @@ class _Vendor:
 
 
 _VENDORS = {
-    "cuda": _Vendor("libcuda.so.1", "cuda.bindings", "cuda-bindings", "/dev/nvidiactl"),
-    "hip": _Vendor("libamdhip64.so", "hip", "hip-python", "/dev/kfd", "ROCM_PATH"),
+    "cuda": _Vendor("libcuda.so.1", "cuda-bindings", "/dev/nvidiactl"),
+    "hip": _Vendor("libamdhip64.so", "hip-python", "/dev/kfd", "ROCM_PATH"),
 }
 
 
@@ -113,13 +101,6 @@ _PLACES: dict[Where, str] = {
     "process": "in a daemon that the job's ranks start and that ends with them",
     "daemon": "in the node daemon",
 }
-
-
-def _importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the module's parent package is missing
-        return False
 
 
 def _loadable(library: str) -> bool:
@@ -148,7 +129,7 @@ def _runtimes() -> Iterator[Finding]:
 
 def _missing_runtime(name: str, error: RuntimeUnavailableError) -> Finding:
     vendor = _VENDORS[name]
-    binding = _importable(vendor.module)
+    binding = installed_version(vendor.package)
     pieces = [
         f"GPU {'found' if Path(vendor.device_file).exists() else 'not found'} ({vendor.device_file})",
         f"driver {'found' if _loadable(vendor.library) else 'not found'} ({vendor.library})",
@@ -248,6 +229,7 @@ def _placement(places: dict[str, Place], offers: list[FabricOffer], root: Path =
         try:
             for used, transport in _chosen(number, near, devices, offers, root):
                 uses[used] = f"{uses.get(used, '')}, used by {transport}"
+                ports.setdefault(used, (used[0].name, "this host alone"))  # because the options name it
         except ProxyCCLError as error:
             problem = str(error)
         nearness = NearnessTo(near, root)
@@ -275,7 +257,7 @@ def _places(root: Path = SYSFS) -> dict[str, Place]:
         for name, driver, count in _drivers()
         for i in range(count)
     }
-    return gpus or {f"NUMA node {node}": Place(node=node) for node in numa_nodes(root)} or {"this host": NOWHERE}
+    return gpus or {f"NUMA node {node}": Place(node=node) for node in numa_nodes(root)} or {"this host": Place()}
 
 
 def _device_memory() -> Iterator[Finding]:
@@ -301,10 +283,9 @@ def _device_memory() -> Iterator[Finding]:
 
 def _offers() -> tuple[list[FabricOffer], str]:
     """Returns libfabric's offers, or the reason why there are none."""
-    if lacks := requirements.missing():
-        return [], lacks
     try:
-        return library.fabric_offers(device_memory=True), ""
+        lacks = requirements.missing()
+        return [] if lacks else library.fabric_offers(device_memory=True), lacks
     except ProxyCCLError as error:
         return [], str(error)
 

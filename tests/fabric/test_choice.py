@@ -186,7 +186,7 @@ def test_agents_use_the_same_one_of_named_interfaces_with_addresses() -> None:
     assert [fabric.choose_offer(TCP, options, None).domain for _ in range(3)] == ["eth1"] * 3
 
 
-def test_info_lists_devices_of_efa_and_interfaces(tmp_path: Path) -> None:
+def test_info_lists_devices_of_efa_and_interfaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = expand("p5_efa", tmp_path)
     put(tmp_path / "class/net/eth0", {"operstate": "up", "speed": "25000", "device/numa_node": "1"})
     offers = [SHM, *of_efa(tmp_path), *TCP[:4]]
@@ -197,6 +197,9 @@ def test_info_lists_devices_of_efa_and_interfaces(tmp_path: Path) -> None:
         f"same NUMA node: rdmap79s0 … rdmap133s0, 12 adapters {efa})",
         f"other NUMA node: eth0 (network interface, up, 25 Gbit/s); rdmap147s0 … rdmap201s0, 16 adapters {efa})",
     ]
+    monkeypatch.setenv("PROXYCCL_FABRIC", "provider=shm")
+    (finding,) = info._placement({"NUMA node 0": Place(node=0)}, [SHM], tmp_path / "without adapters")
+    assert finding.detail == "unknown place: shm (this host alone, used by fabric (shm))"
 
 
 def test_efa_devices_are_used_by_libfabric_and_not_by_verbs(tmp_path: Path) -> None:
