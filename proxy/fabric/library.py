@@ -22,7 +22,7 @@ from typing import Any
 from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.requirements import INSTALL, library_name
-from proxyccl.proxy.placement import NOWHERE, SYSFS, Nearness, NearnessTo, Place, numa_node_of, pci_path
+from proxyccl.proxy.placement import NOWHERE, SYSFS, Nearness, NearnessTo, Place
 from proxyccl.proxy.remote_options import RAILS, FabricOptions
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -272,16 +272,17 @@ def choose_offers(
     near: Place = NOWHERE,
     *,
     local_rank: int = 0,
+    most: int = RAILS,
     root: Path = SYSFS,
 ) -> list[FabricOffer]:
-    """Returns the offers of a rank's interfaces: of the `options.interfaces`, the two that are nearest to the rank's
-    place `near`, in the order of their names; without `interfaces`, one offer. Each is an offer of the first provider,
-    in libfabric's order, that reaches other hosts.
+    """Returns the offers of a rank's interfaces: of the `options.interfaces`, the `most` (1 or 2) that are nearest to
+    the rank's place `near`, in the order of their names; without `interfaces`, one offer. Each is an offer of the first
+    provider, in libfabric's order, that reaches other hosts.
 
     Skips interfaces with loopback or link-local addresses, and prefers IPv4 to IPv6. If the provider's interfaces have
     no IP addresses, chooses among the interfaces that are nearest to `near`, over which `local_rank` distributes the
-    ranks of a host. Interfaces with IP addresses may belong to separate networks, so all ranks use the first such
-    interface. Distances are read from sysfs, which is mounted at `root`.
+    ranks of a host. Interfaces with IP addresses may belong to separate networks, so if one interface is chosen, all
+    ranks use the first such interface. Distances are read from sysfs, which is mounted at `root`.
 
     Raises:
         ArgumentError: no provider or interface matches the options; the message names the option.
@@ -296,7 +297,9 @@ def choose_offers(
         return [_choose(offers, options, near, local_rank, root)]
     if len({offer.domain for offer in chosen}) < len(chosen) or len({offer.kind for offer in chosen}) > 1:
         raise ArgumentError("interfaces", f"must name different interfaces of one provider, not {_listed(chosen)}")
-    return sorted(_by_nearness(chosen, near, root, RAILS * local_rank)[:RAILS], key=chosen.index)
+    if most == 1 and chosen[0].address is not None:
+        return chosen[:1]
+    return sorted(_by_nearness(chosen, near, root, most * local_rank)[:most], key=chosen.index)
 
 
 def _choose(offers: list[FabricOffer], options: FabricOptions, near: Place, local_rank: int, root: Path) -> FabricOffer:
@@ -332,20 +335,26 @@ def _choose(offers: list[FabricOffer], options: FabricOptions, near: Place, loca
 
 def _by_nearness(offers: list[FabricOffer], near: Place, root: Path, turn: int) -> list[FabricOffer]:
     """Sorts offers by how near their devices are to a place. Equally near offers are rotated by `turn`."""
-    nearness, adapters = NearnessTo(near, root), root / "class/infiniband"
-    names = os.listdir(adapters) if adapters.is_dir() else []
+    nearness = NearnessTo(near, root)
 
     def how_near(offer: FabricOffer) -> Nearness:
-        # A domain is named for its device, such as "rdmap79s0-rdm" for the device "rdmap79s0".
-        name = max((name for name in names if offer.domain.startswith(name)), key=len, default=None)
-        device = (adapters / name if name is not None else root / "class/net" / offer.domain) / "device"
-        return nearness(pci_path(device), numa_node_of(device))
+        return nearness.adapter(adapter_of(offer.domain, root))
 
     found: list[FabricOffer] = []
     for _, group in itertools.groupby(sorted(offers, key=how_near), how_near):
         equals = list(group)
         found += equals[turn % len(equals) :] + equals[: turn % len(equals)]
     return found
+
+
+def adapter_of(domain: str, root: Path = SYSFS) -> Path:
+    """Returns the directory in sysfs of the adapter for which a domain is named: of the RDMA device "rdmap79s0" for
+    "rdmap79s0-rdm", or of the network interface "eth0" for "eth0".
+    """
+    adapters = root / "class/infiniband"
+    names = os.listdir(adapters) if adapters.is_dir() else []
+    name = max((name for name in names if domain.startswith(name)), key=len, default=None)
+    return root / "class/net" / domain if name is None else adapters / name
 
 
 def _is_confined(offer: FabricOffer) -> bool:

@@ -271,34 +271,29 @@ def _netdev_of(device: Path, port: int) -> str | None:
 # -- choosing ---
 
 
-class PlacedPort(NamedTuple):
-    """A port that can be used, and how near its device is to a rank."""
-
-    nearness: Nearness
-    device: RdmaDevice
-    port: RdmaPort
-
-
 def active_ports(devices: Iterable[RdmaDevice]) -> list[DevicePort]:
     """Returns the active ports that have GIDs."""
     return [(device, port) for device, port in _ports(devices) if _state(device, port) == "active"]
 
 
-def placed_ports(ports: Iterable[DevicePort], near: Place = NOWHERE, root: Path = SYSFS) -> list[PlacedPort]:
-    """Sorts `active_ports`: the nearest first, and of equally near ports the fastest first.
+def _nearest_ports(ports: list[DevicePort], near: Place, root: Path) -> list[DevicePort]:
+    """Returns the nearest of `active_ports`; of several equally near ports, the fastest.
 
     Of InfiniBand and RoCE ports, only the ports of one kind are returned, because ports of different kinds can't be
     connected. The chosen kind is the kind whose ports have the higher total rate, so that all hosts with the same
     adapters use the same kind.
     """
-    nearness = NearnessTo(near, root)
-    found = [PlacedPort(nearness(device.pci_path, device.numa_node), device, port) for device, port in ports]
     rates: dict[str, float] = {}
-    for _, _, port in found:
+    for _, port in ports:
         rates[port.link_layer] = rates.get(port.link_layer, 0) + port.rate
-    kind = max(rates, key=lambda layer: (rates[layer], layer), default="")
-    found = [placed for placed in found if placed.port.link_layer == kind]
-    return sorted(found, key=lambda placed: (placed.nearness, -placed.port.rate))
+    kind = max(rates, key=lambda layer: (rates[layer], layer))
+    nearness = NearnessTo(near, root)
+    groups: dict[tuple[Nearness, float], list[DevicePort]] = {}
+    for device, port in ports:
+        if port.link_layer == kind:
+            key = nearness(device.pci_path, device.numa_node), -port.rate
+            groups.setdefault(key, []).append((device, port))
+    return groups[min(groups)]
 
 
 def choose_devices(
@@ -309,8 +304,9 @@ def choose_devices(
     local_rank: int = 0,
     root: Path = SYSFS,
 ) -> list[DeviceChoice]:
-    """Chooses one device, or each device that `options.devices` names: the first of the `placed_ports` that the options
-    allow. If several ports are equally near and fast, `local_rank` distributes a node's ranks over these ports.
+    """Chooses one device, or each device that `options.devices` names: the nearest of the ports that the options allow;
+    of equally near ports, the fastest. If several ports are equally near and fast, `local_rank` distributes a node's
+    ranks over these ports.
 
     By default the GID is the port's `best_gid`. Options override the choice of device, port and GID.
 
@@ -350,11 +346,8 @@ def _choose(devices: list[RdmaDevice], options: RdmaOptions, near: Place, local_
     if not having:
         there = "; ".join(f"{device.name} port {port.number}: {_listed(port.gids)}" for device, port in active)
         raise ArgumentError("gid_index", f"no active port has a GID {index}; there is {there}")
-    usable = placed_ports(having, near, root)
-    equals = [
-        placed for placed in usable if (placed.nearness, placed.port.rate) == (usable[0].nearness, usable[0].port.rate)
-    ]
-    _, device, port = equals[local_rank % len(equals)]
+    equals = _nearest_ports(having, near, root)
+    device, port = equals[local_rank % len(equals)]
     assert port.best_gid is not None
     return DeviceChoice(device, port.number, port.best_gid.index if index is None else index)
 
