@@ -752,10 +752,14 @@ class Communicator(CollectiveCalls):
         Raises:
             RuntimeUnavailableError: the communicator was not made with `suspendable`, or remote transports connect some
                 of its ranks.
+            ArgumentError: `save` is not a bool.
             SuspendedError: the communicator is suspended already.
+            MismatchError: a rank makes another call, or passes a different `save`. No memory was given back.
             CommunicatorError: a rank failed during the call.
         """
-        self._group.suspend(save=as_flag(save, "save"))
+        if save is not True and save is not False:  # a wrong value that counts as false would lose the contents
+            raise ArgumentError("save", f"must be True or False, not {save!r}")
+        self._group.suspend(save=save)
 
     def resume(self) -> None:
         """Allocates device memory again at the same addresses, after `suspend`. All ranks call this together.

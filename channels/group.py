@@ -25,6 +25,7 @@ from proxyccl.channels.liveness.host_links import HostLink
 from proxyccl.channels.liveness.watcher import Watcher, WatchThread
 from proxyccl.channels.peer_links import PeerLinks
 from proxyccl.channels.segment.call_log import CallLog
+from proxyccl.channels.segment.calls import CollectiveCall, register_names
 from proxyccl.channels.segment.control import Presence
 from proxyccl.channels.segment.published import Neighbour, Published
 from proxyccl.channels.semaphore_words import SemaphoreWords
@@ -85,6 +86,8 @@ class _Blocks(Message, frozen=True):
 
 _BLOCKS = Codec(_Blocks, 16 << 20, name="suspended blocks")
 _REASON = Codec[str](str, 64 << 10, name="reason not to resume")
+_SUSPEND, _SUSPEND_WITHOUT_SAVING = "suspend", "suspend(save=False)"
+register_names(_SUSPEND, _SUSPEND_WITHOUT_SAVING)
 
 
 class Group:
@@ -459,6 +462,7 @@ class Group:
             raise RuntimeUnavailableError("suspend: expected a communicator that was made with suspendable=True")
         if self.topology.has_remote_pairs():
             raise RuntimeUnavailableError("suspend: memory that network devices have registered can't be given back")
+        self.launches.agree(CollectiveCall(_SUSPEND if save else _SUSPEND_WITHOUT_SAVING))
         self.failure.suspend()
         try:
             self.launches.recheck_next_call()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from proxyccl import (
     ArgumentError,
     Communicator,
     EPAll2AllLayer,
+    MismatchError,
     ResourceError,
     RuntimeUnavailableError,
     SuspendedError,
@@ -157,6 +159,41 @@ def test_arrays_lose_their_contents_if_these_are_not_saved() -> None:
         comm.suspend(save=False)
         comm.resume()
         assert not array.numpy().any()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+@pytest.mark.parametrize("save", [None, [], 0, "no", np.True_])
+def test_save_must_be_a_bool(save: Any) -> None:
+    def body(comm: Communicator) -> None:
+        array = comm.empty(MIB, "float32").fill(1)
+        with pytest.raises(ArgumentError, match="save: must be True or False"):
+            comm.suspend(save=save)
+        assert not comm.suspended
+        assert array.numpy().all()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda comm: comm.suspend(save=False), r"suspend\(save=False\)"),
+        (lambda comm: comm.all_reduce(np.ones(8, np.float32)), "all_reduce"),
+        (lambda comm: comm.register(comm.empty(8)), "register"),
+    ],
+)
+def test_an_error_names_suspend_and_the_other_call_of_another_rank(
+    call: Callable[[Communicator], object], text: str
+) -> None:
+    def body(comm: Communicator) -> None:
+        array = comm.empty(MIB, "float32").fill(1)
+        barrier(comm)
+        with pytest.raises(MismatchError, match=f"suspend.*{text}|{text}.*suspend"):
+            comm.suspend() if comm.rank == 0 else call(comm)
+        assert array.numpy().all()
 
     with Ranks(2, suspendable=True) as ranks:
         ranks.run(body)
