@@ -13,6 +13,7 @@ from typing import Any
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.observe.bounded_server import BoundedServer, LocalPages
+from proxyccl.proxy.observe.rates import MemoryByRank
 from proxyccl.proxy.observe.reader import ChannelView, ServiceView, snapshots
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -48,6 +49,7 @@ _CONNECTIONS: tuple[_Family, ...] = (
     ("connection_rails_up", "RDMA adapters in use; 0 for a connection without rails.", lambda c: c.rails_up),
     ("connection_rail_failures_total", "Failures of one of the RDMA adapters.", lambda c: c.rail_failures),
 )
+_MEMORY = "device_memory_bytes"
 _CHANNELS: tuple[_Family, ...] = (
     ("channel_triggers_total", "Triggers acted on.", lambda c: c.triggers),
     ("channel_puts_total", "Triggers and sends of schedules that put data.", lambda c: c.puts),
@@ -76,8 +78,8 @@ def _labels_of_channel(view: ServiceView, channel: ChannelView) -> Labels:
     return {"channel": channel.id, "ring": channel.ring, **way}
 
 
-def metrics_text(views: Iterable[ServiceView]) -> str:
-    """Returns the services' metrics in Prometheus's text format."""
+def metrics_text(views: Iterable[ServiceView], memory: MemoryByRank) -> str:
+    """Returns the metrics of services, and of ranks' device memory, in Prometheus's text format."""
     seen = [(view, _labels_of(view)) for view in views]
     lines: list[str] = []
 
@@ -107,13 +109,19 @@ def metrics_text(views: Iterable[ServiceView]) -> str:
         for of, c in channels
     ]
     family(name, "summary", text, itertools.chain.from_iterable(sums))
+    used = [
+        _sample(_MEMORY, {"communicator": job, "rank": rank, "purpose": purpose}, nbytes)
+        for (job, rank), by_purpose in memory.items()
+        for purpose, nbytes in by_purpose.items()
+    ]
+    family(_MEMORY, "gauge", "Device memory of the communicator.", used)
     return "\n".join(lines) + "\n"
 
 
 @contextlib.contextmanager
-def serve(port: int) -> Iterator[str]:
-    """A context manager that serves the metrics to this machine at `port`, or at any free port if `port` is 0. The
-    context's value is a text with the URL. Raises the errors of `BoundedServer`.
+def serve(port: int, memory: Callable[[], MemoryByRank]) -> Iterator[str]:
+    """A context manager that serves the metrics to this machine at `port`, or at any free port if `port` is 0. `memory`
+    returns the ranks' device memory. The context's value is a text with the URL. Raises the errors of `BoundedServer`.
     """
 
     class Handler(LocalPages):
@@ -122,7 +130,7 @@ def serve(port: int) -> Iterator[str]:
                 self.send_error(404, "the metrics are at /metrics")
                 return
             try:
-                body = metrics_text(snapshots().values()).encode()
+                body = metrics_text(snapshots().values(), memory()).encode()
             except ArgumentError as error:
                 self.send_error(503, explain=str(error))
                 return
