@@ -465,7 +465,10 @@ class Group:
         """Gives this group's device memory back on all ranks, which call this together. See `Communicator.suspend`."""
         self.failure.require_usable()
         if not self.device_memory.suspendable:
-            raise RuntimeUnavailableError("suspend: expected a communicator that was made with suspendable=True")
+            raise RuntimeUnavailableError(
+                "suspend: expected a communicator that was made with suspendable=True (a torch group: with "
+                "pg_options=proxyccl.torch.Options(suspendable=True)), or with PROXYCCL_SUSPENDABLE=1"
+            )
         if self.topology.has_remote_pairs():
             raise RuntimeUnavailableError("suspend: memory that network devices have registered can't be given back")
         self.launches.agree(CollectiveCall(_SUSPEND if save else _SUSPEND_WITHOUT_SAVING))
