@@ -125,13 +125,12 @@ class DeviceMemory:
 
     # -- while the group is suspended ---
 
-    def choose(self) -> list[int]:
-        """Chooses the blocks for `suspend`, keeps them alive until `finish`, and returns their addresses. Until
-        `finish`, the arrays in the blocks refuse use.
+    def choose(self) -> None:
+        """Chooses the blocks for `suspend`, and keeps them alive until `finish`. Until then, the arrays in the blocks
+        refuse use.
         """
         self._chosen = [_Chosen(memory, piece) for memory, piece in self._live() if piece.block]
         self._set_arrays(suspended=True)
-        return self.open_blocks()
 
     def open_blocks(self) -> list[int]:
         """Returns the addresses of the chosen blocks that were not freed."""

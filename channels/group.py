@@ -478,14 +478,16 @@ class Group:
             with self._failing("suspend"):
                 self.launches.recheck_next_call()
                 self.launches.wait_for_launchers()
-                own = _Blocks(forks.here().token, self.device_memory.choose())
+                self.device_memory.choose()
                 self.synchronize()
                 self.links.drain()
+                own = _Blocks(forks.here().token, self.device_memory.open_blocks())
                 every = self.exchange.all_gather(own, _BLOCKS, "suspend: all work is done")
                 processes = {blocks.process for blocks in every}
                 refusal = self.device_memory.claim(processes)
                 if not refusal:
-                    self._withdraw_elsewhere(processes)
+                    for other in groups_beyond(processes):
+                        other.symmetric.withdraw_if(lambda announced: self.device_memory.has_chosen(announced.start))
                     self.symmetric.update(wait=True)  # maps all announced memory: suspended memory can't be mapped
                 refusals = self.exchange.all_gather(refusal, _REASON, "suspend: all announced memory is mapped")
             if any(refusals):
@@ -522,22 +524,10 @@ class Group:
         self._wake()
 
     def _wake(self) -> None:
+        """Makes this rank's arrays and calls usable again."""
         self.device_memory.finish()
         self.failure.resume()
         self.launches.recheck_next_call()
-
-    def has_rank_outside(self, processes: set[bytes]) -> bool:
-        """Returns whether any rank runs in a process other than those with the given tokens."""
-        return any(rank.process.token not in processes for rank in self.topology.ranks)
-
-    def _withdraw_elsewhere(self, processes: set[bytes]) -> None:
-        """Withdraws this rank's blocks from groups with ranks in other processes, which can't take part in `resume` and
-        would keep the blocks' former memory mapped.
-        """
-        with open_lock:
-            others = [group for group in open_groups if group.has_rank_outside(processes)]
-        for other in others:
-            other.symmetric.withdraw_if(lambda announced: self.device_memory.has_chosen(announced.start))
 
     def _set_mapped(self, every: list[_Blocks], mapped: bool) -> None:
         """Unmaps or maps the ranks' blocks in this process, and in the process of this rank's proxy."""
@@ -548,9 +538,7 @@ class Group:
 
     @contextlib.contextmanager
     def _failing(self, operation: str) -> Iterator[None]:
-        """Returns a context in which an error makes the group fail, because some ranks' memory may be mapped and
-        others' not.
-        """
+        """Returns a context in which an error makes the group fail, because other ranks may have completed the step."""
         try:
             yield
         except BaseException as error:
@@ -822,3 +810,11 @@ releasing: list[tuple[Thread, float]] = []
 open_lock = threading.Lock()
 """Held while `open_groups` or `releasing` is changed."""
 forks.hold_while_forking(open_lock)
+
+
+def groups_beyond(processes: set[bytes]) -> list[Group]:
+    """Returns this process's open groups that have a rank in a process other than those with the given tokens. Such a
+    process can't take part in `resume`, and would keep the former memory of blocks mapped.
+    """
+    with open_lock:
+        return [group for group in open_groups if {rank.process.token for rank in group.topology.ranks} - processes]

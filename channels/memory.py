@@ -14,7 +14,7 @@ import msgspec
 
 from proxyccl.channels.calls._calls import NAMED_BY_PROXIES, RECEIVED_BY_PROXIES
 from proxyccl.channels.device_memory import claims
-from proxyccl.channels.group import Group, open_groups, open_lock
+from proxyccl.channels.group import Group, groups_beyond
 from proxyccl.channels.ranks import as_rank
 from proxyccl.channels.segment.control import MemoryPurpose
 from proxyccl.channels.symmetric import Announced
@@ -405,12 +405,12 @@ class RegisteredMemory:
 
 def _claimed(start: int, end: int, processes: set[bytes]) -> str:
     """Implements `claims`: memory that a group with a rank in another process has registered."""
-    with open_lock:
-        others = [group for group in open_groups if group.has_rank_outside(processes)]
-    kept = [each for other in others for each in tuple(other.kept) if isinstance(each, RegisteredMemory)]
-    if not any(each.ptr < end and start < each.ptr + each.nbytes for each in kept):
-        return ""
-    return f"memory at {start:#x} is registered with a communicator of other processes; expected deregister before"
+    for shared in [each for other in groups_beyond(processes) for each in other.kept]:
+        if isinstance(shared, RegisteredMemory) and shared.ptr < end and start < shared.ptr + shared.nbytes:
+            return (
+                f"memory at {start:#x} is registered with a communicator of other processes; expected deregister before"
+            )
+    return ""
 
 
 claims.append(_claimed)

@@ -63,7 +63,7 @@ class Array:
         if self.memory.closed:
             raise ClosedError("the array's memory was freed")
         if self._suspended:
-            raise SuspendedError(f"{self!r} has no memory: its communicator is suspended, or failed while suspended")
+            raise SuspendedError(f"{self!r} has no memory: its communicator was suspended and did not resume")
         return self.memory.ptr
 
     def set_suspended(self, suspended: bool) -> None:

@@ -42,6 +42,7 @@ _RINGS: tuple[_Family, ...] = (
     ("ring_full_slots", "Slots that hold a trigger.", lambda r: r.full),
     ("ring_slots", "Slots.", lambda r: r.size),
 )
+_MEMORY: tuple[_Family, ...] = (("device_memory_bytes", "Device memory of the communicator.", int),)
 _CONNECTIONS: tuple[_Family, ...] = (
     ("connection_triggers_completed_total", "Triggers and sends complete.", lambda c: c.completed),
     ("connection_outstanding_triggers", "Triggers and sends not yet complete.", lambda c: c.outstanding),
@@ -49,7 +50,6 @@ _CONNECTIONS: tuple[_Family, ...] = (
     ("connection_rails_up", "RDMA adapters in use; 0 for a connection without rails.", lambda c: c.rails_up),
     ("connection_rail_failures_total", "Failures of one of the RDMA adapters.", lambda c: c.rail_failures),
 )
-_MEMORY = "device_memory_bytes"
 _CHANNELS: tuple[_Family, ...] = (
     ("channel_triggers_total", "Triggers acted on.", lambda c: c.triggers),
     ("channel_puts_total", "Triggers and sends of schedules that put data.", lambda c: c.puts),
@@ -109,12 +109,9 @@ def metrics_text(views: Iterable[ServiceView], memory: MemoryByRank) -> str:
         for of, c in channels
     ]
     family(name, "summary", text, itertools.chain.from_iterable(sums))
-    used = [
-        _sample(_MEMORY, {"communicator": job, "rank": rank, "purpose": purpose}, nbytes)
-        for (job, rank), by_purpose in memory.items()
-        for purpose, nbytes in by_purpose.items()
-    ]
-    family(_MEMORY, "gauge", "Device memory of the communicator.", used)
+    purposes = [({"communicator": job, "rank": rank}, used) for (job, rank), used in memory.items()]
+    used = (({**labels, "purpose": purpose}, nbytes) for labels, used in purposes for purpose, nbytes in used.items())
+    families(_MEMORY, used)
     return "\n".join(lines) + "\n"
 
 

@@ -330,7 +330,7 @@ def test_arrays_of_a_suspended_communicator_refuse_use() -> None:
                 "agent": lambda: agent.register(array),
             }
             for use in uses.values():
-                with pytest.raises(SuspendedError, match=r"Array\(shape=\(1048576,\), .* is suspended"):
+                with pytest.raises(SuspendedError, match=r"Array\(shape=\(1048576,\), .* was suspended"):
                     use()
             comm.resume()
         assert array.numpy().all()
@@ -370,6 +370,6 @@ def test_arrays_in_other_communicators_stay_registered_where_all_ranks_take_part
         assert ended.returncode == 0, ended.stderr
         refused, asleep, *rest = ended.stdout.splitlines()
         assert re.fullmatch("memory: suspend: (rank [01]: memory at .* of other processes; expected .*){2}", refused)
-        assert "float32, device=host:0) has no memory: its communicator is suspended" in asleep
+        assert "float32, device=host:0) has no memory: its communicator was suspended" in asleep
         assert rest == ["with the same ranks: True", "sum: 2.0", "sum: 3.0"]
     assert other.stdout.splitlines() == ["sum: 3.0"], other.stderr
