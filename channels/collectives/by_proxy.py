@@ -28,7 +28,7 @@ class ByProxy:
         awaits_data: whether the kernel of a short reduction is launched as soon as all ranks have joined, and waits for
             their data itself. True only within a host, where the data arrives shortly after the kernel starts.
         one_crossing_bytes: if a rank receives at most this many bytes in a reduction, the data crosses the links only
-        once.
+            once.
         longest_round: the most bytes that one schedule stages. A call of more bytes takes several schedules, the same
             number on all ranks.
     """

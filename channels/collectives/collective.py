@@ -24,7 +24,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 class Options(NamedTuple):
-    """The options of a call. `Calls` (_calls.pyi) tells calls apart by their options and their arrays."""
+    """The options of a call. `Calls` (_calls.pyi) distinguishes prepared calls by their options and their arrays."""
 
     prepare: Callable[..., Any]  # prepares a call of the collective
     op: Any  # the operator; None if the collective does not reduce
@@ -33,8 +33,8 @@ class Options(NamedTuple):
     algorithm: Any
     cta_policy: Any
     symmetric: Any
-    # Whether ranks compare calls without shapes, as torch.distributed does, and without element types unless the
-    # collective reduces.
+    # Whether ranks ignore shapes when they compare their calls, as torch.distributed does, and also ignore element
+    # types unless the collective reduces.
     flat: bool
     # `registered_x`, `registered_out`: the input and output of an execution plan's call, if they are registered memory.
     registered_x: Any
@@ -49,7 +49,7 @@ class Call(Struct, frozen=True):
         source, target: views of `x` and `result`.
         op: the operator; None if the collective does not reduce.
         root: the rank; None if the collective has no root.
-        request: the algorithm or policy that the callers ask for.
+        request: the algorithm or policy that the callers request.
         reached: whether the kernels of all ranks can access the memory of the result.
     """
 
@@ -74,8 +74,8 @@ class Collective(ABC):
     """
 
     name: str  # the name that the call log shows
-    reduces = False  # whether callers give an operator
-    rooted = False  # whether callers name a root
+    reduces = False  # whether callers pass an operator
+    rooted = False  # whether callers pass a root
     in_place = False  # whether a call without an output overwrites its input
     copies_alone = True  # whether a call on a communicator of one rank only copies the input to the output
     # Start and end addresses of registered memory; deregistering it drops the prepared calls that use it.
@@ -203,9 +203,10 @@ class Planned(Collective):
         return collectives.execution_plans.prepare(self._plan, call.source, call.target, self._reached(call))
 
     def _reached(self, call: Call) -> Reached:
-        """Returns the registered arrays that peers reach in place; the same on all ranks, because the call log compares
-        them. For an in-place plan, only an array that holds both input and output is returned. For other plans an input
-        that overlaps the output is excluded, because the plan would overwrite the input.
+        """Returns the registered arrays that peers access in place. The result is the same on all ranks, because the
+        call log compares the registrations. For an in-place plan, only an array that holds both input and output is
+        returned. For other plans an input that overlaps the output is excluded, because the plan would overwrite the
+        input.
         """
         plan, (x, out) = self._plan, self._registered
         if plan.in_place:

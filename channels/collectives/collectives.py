@@ -39,7 +39,7 @@ class _Start(Message, frozen=True):
     standing: Standing  # the rank's settings for all calls
     reaches_all: bool  # whether the rank's kernels reach all ranks' memory
     whole_lines: bool  # whether the rank's links carry lines of 128 bytes in one piece
-    tables: tuple[tuned.TableOfCase, ...] = ()  # on rank 0, the measured tables, if it has any
+    tables: tuple[tuned.TableOfCase, ...] = ()  # the measured tables of rank 0, if there are any; empty on other ranks
 
 
 WIDE_PARTS_BYTES = 64 << 20
@@ -74,7 +74,7 @@ class Collectives:
         self._levels: tuple[Team, Team] | None = None
         self.made_by_proxy: ByProxy | None = None
         self.made_flows: Flows | None = None
-        self._scratch: list[Memory] = []  # prepared calls use the earlier items
+        self._scratch: list[Memory] = []  # the last item is the largest; prepared calls use the earlier items
         self._wide_parts: Memory | None = None
         self._all_mapped = self._whole_lines = False
         self.defaults = default_selector(group)
@@ -191,7 +191,7 @@ class Collectives:
             launch: makes the launchable; called only if the call has elements.
             logged: whether the call has already been compared with the other ranks' calls.
             ranges: as for `Launches.form`.
-            lent: a function from the launchable to the argument `lent` of `Launches.form`.
+            lent: a function that takes the launchable and returns the argument `lent` of `Launches.form`.
         """
         launches = self.group.launches
         fields = call.encode() if logged else launches.agree(call)

@@ -25,14 +25,14 @@ from proxyccl.device.sleepers import ProxiedStruct
 from proxyccl.proxy._engine import lib as engine_lib
 
 MOST_TRANSFERS: int = lib.PROXYCCL_MAX_TRANSFERS
-"""The most transfers of one launch."""
 _MOST_BLOCKS = 256
 """The most blocks of a launch. A thread of a shipped kernel has at most 128 registers, so a multiprocessor holds two
 blocks of `_THREADS` threads, and a GPU with at least 128 multiprocessors holds all blocks at once.
 """
 _MOST_LANES = 16
-"""The most lanes of a flow. In a launch, each rank is the peer of at most two transfers. If these would have more than
-`_MOST_BLOCKS` blocks, a flow has at most `_MOST_BLOCKS // MOST_TRANSFERS` lanes.
+"""The most lanes of a flow. In a launch, each rank is the peer of at most two transfers. If transfers with this many
+lanes to and from all ranks would need more than `_MOST_BLOCKS` blocks, a flow has at most `_MOST_BLOCKS //
+MOST_TRANSFERS` lanes.
 """
 _SLOTS, _PROXIED_SLOTS = 2, 4
 """Slots of a lane. Between mapped ranks, few large slots are faster, because a block waits after each piece until all

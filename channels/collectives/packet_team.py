@@ -1,7 +1,8 @@
 """The scratch memory of the packet algorithms, and the division of each call's data among blocks and packets.
 
-Every peer's scratch memory is mapped, so the kernels need no links and no semaphores: a packet is its own signal. A
-kernel's parameter ProxycclPacketTeam (packet_team.h) describes the scratch memory and how data is divided among blocks.
+Every peer's scratch memory is mapped, so the kernels need no links and no semaphores: the flag in a packet signals the
+packet's arrival. A kernel's parameter ProxycclPacketTeam (packet_team.h) describes the scratch memory and how data is
+divided among blocks.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from proxyccl.device.base_runtime import LaunchDefaults
 MAX_RANKS: int = lib.PROXYCCL_MAX_PACKET_RANKS
 """The most ranks whose addresses the kernels' parameter has room for."""
 _SLOT_PACKETS, _SLOT_LINES = 2048, 1024
-"""Most packets, and most packets of lines, that a block takes from a rank in one epoch. If _MOST_BYTES are not enough
-for that many, a block takes fewer. If links carry lines, packets serve only data of fewer than `line_bytes` bytes, of
-which a block takes no more packets than it has threads.
+"""Most packets, and most packets of lines, that a block takes from a rank in one epoch. A block takes fewer packets if
+memory of _MOST_BYTES bytes has no room for this many. If links carry lines, packets carry only messages of fewer than
+`line_bytes` bytes, and a block takes at most one packet per thread and epoch.
 """
 _MOST_BYTES = 24 * 1024 * 1024
 """Most bytes of the memory of packets, and of the memory of lines."""
@@ -59,8 +60,6 @@ def carries_whole_lines(group: Group) -> bool:
 
 
 class PacketLaunch(Struct, frozen=True):
-    """The launch of a packet kernel."""
-
     lines: bool  # whether the kernel's packets are lines
     blocks: int  # blocks of the grid
     threads: int  # threads of a block
@@ -118,7 +117,7 @@ class PacketTeam:
     Attributes:
         move_bytes: the longest share that an all_gather or an all_to_all moves in packets.
         scratch: the memory of packets; if links carry lines, a second item is the memory of lines.
-        nbytes: bytes of scratch memory, which `place` needs.
+        nbytes: bytes of one rank's scratch memory, whose addresses `place` sets.
     """
 
     def __init__(self, group: Group, *, whole_lines: bool) -> None:
@@ -206,7 +205,8 @@ class PacketScratch:
 
     Args:
         blocks: the most blocks of a kernel.
-        most: the most packets of a slot; if _MOST_BYTES are not enough for them, a slot has fewer.
+        most: the most packets of a slot; a slot has fewer packets if memory of _MOST_BYTES bytes has no room for this
+            many.
 
     Attributes:
         slot_packets: packets of a slot.

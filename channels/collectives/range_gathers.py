@@ -35,7 +35,7 @@ class RangeGathers:
     def __init__(self, collectives: Collectives, view: ArrayView) -> None:
         self._collectives, self._view = collectives, view
         self._by_proxy = collectives.by_proxy()
-        self._prepare = self._form  # kept, because calls are compared by the identity of this object
+        self._prepare = self._form  # stored, because `Calls` distinguishes calls by this object's identity
         self._span: ScheduleSpan | None = self._by_proxy.memories.target(view.ptr, view.nbytes)
         reached = bytes([self._span is not None])
         answers = collectives.group.exchange.all_gather_bytes(reached, "gathers of ranges")

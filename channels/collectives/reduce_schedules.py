@@ -30,8 +30,9 @@ _CHUNK_ALIGNMENT = 32  # elements, 16 bytes or more
 _FEW_BLOCKS = 16  # blocks for each rank's elements, up to _MOST_RANKS ranks
 _MOST_RANKS = 4  # the most ranks that were measured
 _LONGEST_CHUNK = 8
-"""Longest chunk for up to _MOST_RANKS ranks, as a multiple of the shortest. The limit keeps the wait for late blocks
-short. Chunks of more ranks are shorter, because each block fetches its chunk of all ranks into the device's cache.
+"""Longest chunk for up to _MOST_RANKS ranks, as a multiple of the shortest chunk. The limit keeps the wait for late
+blocks short. Chunks of more ranks are shorter, because each block fetches its chunk of all ranks into the device's
+cache.
 """
 _MOST_PER_BLOCK = 32
 """If one block's data of all ranks is at most this multiple of the shortest chunk, the kernel has few blocks, because a
@@ -69,9 +70,9 @@ class _Pieces:
 
     If each link leads to one peer, all peers get the first piece, then all get the second, and so on. If the proxy
     copies to one peer after the other, a peer gets its whole share at once, so that all ranks proceed to the next peer
-    at about the same time, and no two ranks send to the same peer at once. With such a proxy only the last peer gets
-    values in pieces, so that a piece is reduced while the next piece is in flight, and only the first peer gets results
-    in pieces, each as soon as it is ready.
+    at about the same time, and no two ranks send to the same peer at once. Such a proxy sends values in pieces only to
+    the last peer, so that a piece is reduced while the next piece is in flight. The proxy sends results in pieces only
+    to the first peer, each piece as soon as it is reduced.
 
     Args:
         longest: elements of the longest share.
@@ -203,7 +204,7 @@ def _one_crossing(
 
 
 class _Slots:
-    """This rank's memory for the data that it reduces: a slot for each peer.
+    """This rank's memory for the data that peers send to this rank for a reduction: a slot for each peer.
 
     Args:
         nbytes: the most bytes that a peer sends.
@@ -273,7 +274,7 @@ class _Slots:
         arrived.rank, arrived.world_size = self._members.index(group.rank), len(self._members)
         arrived.divisor = self._divisor
         piece, shortest = pieces[0][1], -(-defaults.small_bytes // self._dtype.itemsize)
-        ranks = len(self._members)  # the number of blocks grows with the bytes that are read
+        ranks = len(self._members)  # blocks read the data of all ranks, so the number of blocks grows with the ranks
         few = min(_FEW_BLOCKS * min(ranks, _MOST_RANKS), -(-piece // shortest))
         many = -(-piece * ranks // (_MOST_PER_BLOCK * shortest))
         blocks = min(defaults.small_blocks, max(few, many))

@@ -37,8 +37,8 @@ from proxyccl.proxy.schedule import Schedule
 
 _BetweenStep = TypeVar("_BetweenStep")
 _MOST_SCHEDULED_RANKS = 128
-"""The most ranks for which schedules are used: they need channels to all ranks and ids for all ranks' memory, and a
-proxy has enough of these for about 170 ranks.
+"""The most ranks for which schedules are used. Schedules need channels to all ranks and ids for all ranks' memory, and
+a proxy has enough channels and ids for about 170 ranks.
 """
 
 

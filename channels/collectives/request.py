@@ -15,7 +15,7 @@ from proxyccl.proxy.codec import Message
 
 CtaPolicy = Literal["default", "efficiency", "zero"]
 """How many multiprocessors a collective's blocks (CTAs) may occupy. "default": the number that is fastest.
-"efficiency": few, with which the collective takes little longer. "zero": none. The names are those of
+"efficiency": a small number, which makes the collective only slightly slower. "zero": none. The names are those of
 NCCL_CTA_POLICY_DEFAULT, _EFFICIENCY and _ZERO.
 """
 CTA_POLICIES: tuple[CtaPolicy, ...] = ("default", "efficiency", "zero")
@@ -56,8 +56,8 @@ def request_for(plan: ExecutionPlan) -> Request:
 
 
 def flag_from(argument: bool | None, name: str, variable: str) -> bool:
-    """Returns the argument called `name`, or if it is None the value of an environment variable, which is 0 unless it
-    is set.
+    """Returns the argument called `name`. If the argument is None, returns the value of an environment variable, whose
+    default is 0.
 
     Raises:
         ArgumentError: the argument is neither true nor false, or the variable neither 0 nor 1.

@@ -90,7 +90,7 @@ def issue(
             arrays = (*x, *out) if isinstance(x, tuple) and x else (x, out)
             stream = collectives.group.launches.stream_for(None, *arrays)
         elif type(stream) is int and other_streams(runtime.device, stream):
-            runtime.stream_handle(stream)  # raises an error for an invalid handle, which C may not check
+            runtime.stream_handle(stream)  # raises an error for an invalid handle, which the C code may not detect
     if not collectives.call(x, out, options, stream):
         source = _readable(collectives.group, x, names[0])
         target = source if out is x else _readable(collectives.group, out, names[1])
@@ -122,7 +122,9 @@ def _prepare(
     reached: bool,
     logged: bool,
 ) -> Form:
-    """Checks a call, compares it with the other ranks' calls, and prepares it. C calls this (_calls.pyi, `Calls`)."""
+    """Checks a call, compares it with the other ranks' calls, and prepares it. The C code of `Calls` (_calls.pyi) calls
+    this function.
+    """
     group, options = collectives.group, Options(*given)
     if collective.reduces:
         require_op(options.op)

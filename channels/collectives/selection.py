@@ -34,7 +34,7 @@ Algorithm = str | ExecutionPlan
 """An entry of a table: an algorithm of the library by name, or a program's own plan."""
 
 Elements = Literal["16-bit floats", "other types", "all types"]
-"""A class of element types. 16-bit floats have a class of their own, because their partial sums are sent in float32;
+"""A class of element types. 16-bit floats have a separate class, because their partial sums are sent in float32;
 collectives that only move bytes have one class for all types.
 """
 _ELEMENTS: dict[str, tuple[Elements, ...]] = {

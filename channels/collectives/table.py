@@ -34,8 +34,6 @@ def require_reducible(source: ArrayView, op: str) -> None:
 
 
 class CollectiveKernel(Struct, frozen=True):
-    """A shipped kernel."""
-
     file: str
     name: str  # the kernel's name in `file`
     reduces: bool = False  # whether there is a kernel for each element type and operator
@@ -64,7 +62,7 @@ REDUCTION_OF_SCHEDULES = CollectiveKernel("reduce_arrived.h", "reduce_arrived", 
 
 WIDEN_FLOAT16 = CollectiveKernel("float16_parts.h", "widen_float16")
 NARROW_FLOAT16 = CollectiveKernel("float16_parts.h", "narrow_float16")
-"""The kernels by which a hierarchy reduces float16 in float32."""
+"""The kernels by which a hierarchical all_reduce converts float16 to float32 and back."""
 
 LINE_KERNELS: dict[str, CollectiveKernel] = {
     "one_shot": CollectiveKernel("all_reduce_one_shot.h", "all_reduce_one_shot_lines", reduces=True),
@@ -95,7 +93,6 @@ _ALL_REDUCE = (
     NARROW_FLOAT16,
 )
 SEND_RECEIVE = CollectiveKernel("send_receive.h", "send_receive")
-"""The kernel of transfers between pairs of ranks."""
 
 COLLECTIVES: dict[str, tuple[CollectiveKernel, ...]] = {
     **dict.fromkeys(("all_reduce", "reduce"), _ALL_REDUCE),

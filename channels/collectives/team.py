@@ -29,19 +29,18 @@ _SHORTEST_PROXIED_PIECE = 512 * 1024
 much during the next two driver calls.
 """
 _ONE_CROSSING_BYTES = 32 * 1024
-"""An all_reduce by proxy of at most this many bytes crosses the links once instead of twice. Two ranks that are not
-mapped always take one crossing, because two crossings would send as much.
+"""An all_reduce by proxy of at most this many bytes crosses the links once instead of twice. Between only two ranks
+whose memory is not mapped, the data always crosses once, because two crossings would send as many bytes.
 """
 _NO_LIMIT = (1 << 64) - 1
 _REACHED_AT: int = ffi.offsetof("ProxycclTeam", "reached_at")
 _PINNED_BUFFER_BYTES = 1 << 20
-"""Size of each buffer of pinned scratch memory."""
 _PINNED_BYTES_PER_BLOCK = 64 * 1024
 """A kernel that sends through pinned memory takes one more block for each multiple of this size: more blocks would read
 faster, but cost synchronization.
 """
 _PROXIED_PARTS = 4
-"""The least number of pieces into which data for the proxy is cut"""
+"""The least number of pieces into which data for the proxy is cut."""
 
 
 class Links:

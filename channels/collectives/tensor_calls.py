@@ -18,8 +18,8 @@ from proxyccl.device.errors import ResourceError
 from proxyccl.device.process.threads import Thread
 
 CallInC = Callable[[Any, Any, tuple[Any, ...], int], bool]
-"""call(x, out, options, stream) makes a call on a stream, named by its handle, without Python. The call returns False,
-without any effect, if Python must make the call. The caller keeps the tensors until the stream has passed the call.
+"""call(x, out, options, stream) makes a collective call in C on the stream with the handle `stream`. Returns False,
+without any effect, if Python must make the call. The caller keeps the tensors until the stream has executed the call.
 """
 
 LONG_BYTES = 16 << 20
@@ -67,7 +67,7 @@ class TensorCalls:
 
     @property
     def chooses(self) -> bool:
-        """Whether the ranks choose a policy for each long call, which they do if they share a node and the program has
+        """Whether the ranks choose a policy for each long call: true if all ranks share a node and the program has
         named no policy.
         """
         group = self._collectives.group

@@ -107,7 +107,7 @@ class Transfers:
 
     def _check(self) -> None:
         """Raises ArgumentError if a transfer to this rank itself has two sizes, or if a received array overlaps another
-        array. C refuses such transfers, but does not say why.
+        array. The C code refuses such transfers, but does not give the reason.
         """
         group, rank = self._group, self._group.rank
         group.failure.require_usable()
@@ -140,12 +140,12 @@ def issue(
     *,
     sets_up: bool = False,
 ) -> bool:
-    """Makes a call in C. Returns False, and issues nothing, if Python must check the arguments first.
+    """Makes a call by C code. Returns False, and issues nothing, if Python must check the arguments first.
 
     Args:
         x, out, options, stream: as for `FlowCalls.call`.
-        sets_up: whether the group's first call makes the flows, together with all ranks; otherwise the first call
-            returns False.
+        sets_up: whether this call may be the group's first, in which all ranks together construct their `Flows`. If
+            false, a first call returns False.
     """
     flows, group = collectives.made_flows, collectives.group
     if flows is None and not sets_up:

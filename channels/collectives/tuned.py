@@ -29,7 +29,9 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
 class Machine(Message, frozen=True):
-    """The properties that a measurement depends on, as rank 0 sees them. Equal machines are of the same kind."""
+    """The properties of a machine on which a measurement depends, from rank 0's view. Machines with equal properties
+    are of the same kind.
+    """
 
     cpu: str  # the CPU's name
     cores: _Count  # number of the machine's cores

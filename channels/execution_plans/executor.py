@@ -101,7 +101,9 @@ class _Buffer:
         self.memory: RegisteredMemory | None = None
 
     def reserve(self, nbytes: int) -> bool:
-        """If the buffer is smaller than `nbytes`, replaces it on all ranks together and returns True."""
+        """Replaces a buffer of fewer than `nbytes` bytes, on all ranks together. Returns whether the buffer was
+        replaced.
+        """
         if self.memory is not None and nbytes <= self.memory.nbytes:
             return False
         room = 1 << max(12, (nbytes - 1).bit_length())

@@ -22,12 +22,10 @@ MANY = 1 << 20
 
 
 class Moving(Struct, frozen=True):
-    """An operation that moves data."""
-
-    # The operation's operands, in order.
     sources: tuple[Operand, ...]
     destinations: tuple[Operand, ...]
-    # The channel types over which the operation may access remote buffers; () if it has none.
+    # The channel types over which the operation may access remote buffers; () if the operation accesses no remote
+    # buffer.
     channels: tuple[ChannelType, ...] = ()
     # Whether source i is copied to destination i; if not, the combination of all sources is stored in all destinations.
     pairs: bool = False

@@ -21,7 +21,7 @@ from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError, ProtocolError
 
 _Times = Counter[tuple[int, int]]
-"""How often something happens, by the enclosing pipeline's (chunks, unit), which is (0, 0) outside pipelines."""
+"""Numbers of occurrences, by the (chunks, unit) of the enclosing pipeline; the key is (0, 0) outside pipelines."""
 
 PACKET_PAYLOAD = 8
 """Bytes of data in a packet."""
@@ -260,7 +260,9 @@ class ExecutionPlan:
         return [tuple(sorted(peer for one, peer in both if one == rank)) for rank in range(self.world_size)]
 
     def _check_signals(self) -> None:
-        """Requires equal numbers of signals and waits: the next execution would consume a surplus signal."""
+        """Raises ArgumentError unless each channel has as many waits as signals. A later execution would consume
+        surplus signals.
+        """
         sent: dict[tuple[int, int, str, int], _Times] = {}
         awaited: dict[tuple[int, int, str, int], _Times] = {}
         for rank in range(self.world_size):
@@ -281,7 +283,9 @@ class ExecutionPlan:
                 )
 
     def _check_inside(self, rank: int) -> None:
-        """Requires equally many arrivals of a barrier's threadblocks, and acquisitions and releases of a semaphore."""
+        """Raises ArgumentError unless the threadblocks of a barrier arrive equally often, and a semaphore is acquired
+        as often as it is released.
+        """
         barriers: dict[int, dict[int, _Times]] = {}
         sizes: dict[int, int] = {}
         semaphores: dict[int, list[_Times]] = {}

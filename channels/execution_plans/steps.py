@@ -55,9 +55,10 @@ class Writer(Struct, frozen=True):
     chunk_bytes: int  # size of a chunk, in every buffer
     alignment: int  # the alignment of the threadblocks' parts of a range, in bytes
     double_scratch: bool  # whether scratch memory has two halves
-    # Returns the address at which kernels access a rank's buffer other than this rank's input and output.
+    # Returns the address at which this rank's kernels access a rank's buffer, except this rank's own input and output.
     address: Callable[[int, BufferName], int]
-    # Returns the proxy's id of the memory of a rank's buffer, for triggers to a peer, and the buffer's offset in it.
+    # Returns the proxy's id of the memory of a rank's buffer, for triggers to a peer, and the buffer's offset in that
+    # memory.
     memory_id: Callable[[int, BufferName, int], tuple[int, int]]
     port: Callable[[ChannelEnd], int]  # returns the index of a port channel in the kernel's table
     semaphore: Callable[[ChannelEnd], Any]  # returns the ProxycclSemaphore of a memory channel

@@ -16,8 +16,8 @@ MAX_NUMBER = 2**31 - 1
 
 
 def whole_number(argument: str, value: Any, least: int, most: int = MAX_NUMBER, what: str = "an integer") -> int:
-    """Returns an argument as an int. Raises ArgumentError unless the argument is an integer from `least` to `most`;
-    `what` describes the expected value in the error. Refuses a bool.
+    """Returns an argument as an int. Raises ArgumentError unless the argument is an integer, and not a bool, from
+    `least` to `most`; `what` describes the expected value in the error.
     """
     if type(value) is int and least <= value <= most:  # handles the common case first, because as_integer takes longer
         return value
@@ -28,8 +28,9 @@ def whole_number(argument: str, value: Any, least: int, most: int = MAX_NUMBER, 
 def input_array(
     group: Group, x: Any, argument: str, shape: tuple[int, ...], dtype: str, *, spare_rows: bool = False
 ) -> ArrayView:
-    """Returns a view of an argument. Raises ArgumentError if `x` has another shape (-1 accepts any extent) or another
-    type, or lies in memory that the group can't use. With `spare_rows`, `x` may have further rows.
+    """Returns a view of an argument. Raises ArgumentError if the shape of `x` differs from `shape` (in which -1 accepts
+    any extent), if `x` has another type than `dtype`, or if the group can't use the memory of `x`. With `spare_rows`,
+    `x` may have more rows than `shape`.
     """
     view = input_view(group, x, argument)
     if view.dtype.name != dtype:

@@ -21,7 +21,6 @@ from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.base_runtime import Memory
 
 Maker = Callable[[], Any]
-"""A function that makes an array."""
 
 
 class MemoryPart:

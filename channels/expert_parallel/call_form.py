@@ -172,8 +172,8 @@ class LayerParts:
 
     @property
     def sums_ranks_in_turn(self) -> bool:
-        """Whether a combine can use `order_ids`: no rank may be lost, the layer has no placement, and a token's rank
-        must sum one row, or one partial sum, from each rank.
+        """Whether a combine can use `order_ids`: true if no rank is lost, the layer has no placement, and a token's
+        rank sums one row, or one partial sum, from each rank.
         """
         experts = self.ctx.workspace.experts
         by_rank = experts.local_combine or self.options.by_rank
@@ -185,8 +185,8 @@ def address_of(pointer: Any) -> int:
 
 
 class CallForm:
-    """A form: a call of a layer that was prepared for certain kinds of arrays. For each call, C fills in the addresses
-    of the arrays and the numbers of tokens.
+    """A form: a call of a layer that was prepared for certain kinds of arrays. For each call, the C code fills in the
+    addresses of the arrays and the numbers of tokens.
 
     Args:
         arrays: the arrays of the first call of the form. The library of the first array makes the results.
@@ -216,8 +216,8 @@ class CallForm:
         return calls, self._on_host, current, CurrentStream, *queued, *parts
 
     def prepared(self, launchable: Launchable, *, compared: bool = True) -> tuple[Any, ...]:
-        """Returns the parts of a launch that C needs (form.h). `compared`: whether ranks compare the call before this
-        launch.
+        """Returns the parts of a launch that the C code needs (form.h). `compared`: whether ranks compare the call
+        before this launch.
         """
         issue, callers = self._group.launches.issuer(launchable)
         fields = self._fields if compared else ffi.NULL
@@ -236,14 +236,14 @@ class CallForm:
     def _queue(
         self, desc: Any, prepared: tuple[Any, Launchable], stream: StreamLike, owners: tuple[object, ...]
     ) -> None:
-        # `owners` lacks the memory that kernels before a dispatch fill, because the layer owns it.
+        # `owners` lacks the memory that kernels before a dispatch fill, because the layer owns this memory.
         self._ctx.queue(*prepared, stream, desc, (*owners, self))
 
 
 def kernel_before(parts: LayerParts, *, is_pair: bool, quantizes: bool) -> tuple[list[Launch], tuple[int, ...]]:
     """Returns a list with the launch of the kernel that packs rows and scales, or quantizes tokens, before a dispatch;
-    an empty list if no such kernel is needed. Also returns the addresses of the kernel's arguments that C fills in
-    (dispatch_form.c).
+    an empty list if no such kernel is needed. Also returns the addresses of the kernel's arguments that the C code
+    fills in (dispatch_form.c).
     """
     ctx = parts.ctx
     if is_pair:

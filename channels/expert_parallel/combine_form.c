@@ -1,6 +1,6 @@
 /* A form of combines (a combine prepared for certain kinds of arrays), whose calls are whole or in two halves. A
- * combine is one kernel. If peers should load rows that they can't reach, a copy to an output buffer precedes the
- * kernel. */
+ * combine is one kernel. If peers load the rows, but can't access the memory that holds the rows, the rows are first
+ * copied to an output buffer. */
 #include <string.h>
 
 #include "layer_form.h"
@@ -137,7 +137,6 @@ static Descriptor* take_descriptor(const Form* self, PyObject* object) {
   return NULL;
 }
 
-/* Makes the second half of a call. */
 static PyObject* receive(SentCall* sent, PyObject* stream, PyObject* out) {
   Form* self = (Form*)sent->form;
   Descriptor* desc = (Descriptor*)sent->desc;

@@ -23,9 +23,9 @@ class RowSignals(NamedTuple):
     counters: int  # the address of the counters, 32-bit integers [experts of this rank, blocks of an expert]
     blocks: int  # the number of blocks of an expert
     block_rows: int  # the number of rows of a block
-    threshold: int  # the value of a counter from which on the block's rows are complete
+    threshold: int  # the block's rows are complete when its counter has reached this value
     senders: int  # the most thread blocks that send rows; 0 for as many as the layer has
-    owner: Any  # the array of the counters, which is kept until the next such combine of the layer
+    owner: Any  # the array of the counters; the layer keeps the array until its next combine with counters
 
 
 class Signals:
@@ -63,8 +63,8 @@ class Signals:
 
 
 class Combine(CallForm):
-    """A form of combines. Each combine is one kernel. If peers should load rows from memory that they can't reach, a
-    copy to an output buffer precedes the kernel.
+    """A form of combines. Each combine is one kernel. If peers load the rows, but can't access the memory that holds
+    the rows, the rows are first copied to an output buffer.
 
     Args:
         call: "combine"; or "collect" if each row has one element of any type for each slot, and rows are neither padded

@@ -146,7 +146,7 @@ class DispatchCombineContext:
 
     @property
     def communicator(self) -> Communicator:
-        """The ranks."""
+        """The communicator of the layer's ranks."""
         return self.members.communicator
 
     @property

@@ -178,7 +178,6 @@ static int new_output(const Form* self, uintptr_t* at, CallArrays* arrays) {
   return scales == NULL || arrays->rows == NULL ? -1 : 0;
 }
 
-/* Records in a descriptor that its rows have been received. */
 static void mark_received(Descriptor* desc) {
   PyObject* old = desc->missing;
   desc->missing = Py_NewRef(Py_None);

@@ -1,7 +1,7 @@
 """Prepares dispatches, whole or in two halves, and redispatches, which use an earlier dispatch's routing.
 
-C makes the calls whose number of rows is known (dispatch_form.c). For calls that wait on the CPU for the number of
-rows, or whose rows go to output buffers, C makes only the first launch.
+The C code in dispatch_form.c makes the calls whose number of rows is known. For calls that wait on the CPU for the
+number of rows, or whose rows go to output buffers, the C code makes only the first launch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from proxyccl.device.stream_operations import CopyBytes, SetBits, StreamOperatio
 
 _NOWHERE = (0, 0, 0)
 _WHOLE, _HALVES, _STORED, _COUNTED, _AGAIN = range(5)
-"""How C makes the calls of a form; see dispatch_form.c."""
+"""The modes in which C code makes the calls of a form; dispatch_form.c describes the modes."""
 _COPY_LATER = CopyBytes(1, 2, 1)
 """A copy whose addresses and size are set before each call."""
 

@@ -1,4 +1,4 @@
-"""The calls of a layer. Each kind of call is a list of forms (prepared calls), which C searches (calls/form_list.c)."""
+"""The calls of a layer. Each kind of call is a list of forms (prepared calls); calls/form_list.c searches the list."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Forms:
 
     def collect(self, values: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
         """Sends each row's value to the row's slot, and returns [T, topk] of the values' type, zero for slots without a
-        row. The call is a combine of rows that are zero except in the slot's column. Values are [R], of the type of
-        tokens or weights. But if each rank gets one row of a token, values are float32 [R, topk], and a token's rows
-        are summed.
+        row. The implementation combines a matrix whose rows are zero except in the column of the row's slot. Values are
+        [R], of the type of tokens or weights. But if each rank gets one row of a token, values are float32 [R, topk],
+        and a token's rows are summed.
         """
         rows = values.owner if self._parts.options.by_rank else self._by_columns(values, desc, stream)
         return self._collects.call(rows, None, None, None, (), desc, None, stream)

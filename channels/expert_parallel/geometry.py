@@ -33,11 +33,13 @@ MESSAGE_BYTES = 2 << 20
 keep all network links busy.
 """
 BATCH_TOKENS = 1024
-"""The most tokens of a batch. They are limited because each segment scans the tokens of the batch before its own."""
+"""The most tokens of a batch. A limit is needed because the block of each segment scans all earlier tokens of the
+batch.
+"""
 _TOKENS_PER_BLOCK = 4
 _TOKENS_PER_PACKET = 64  # each token is one bit of a mask's packet
 _LINE = 128
-_LEAST_COPY = 64 << 10  # bytes; a GPU runs shorter copies of another process and kernels in alternating time slices
+_LEAST_COPY = 64 << 10  # bytes; a GPU time-slices between kernels and another process's shorter copies
 _PIECES = 4  # kMaxPieces of experts/expert_team.h: a combine's row has a weight for each piece
 
 
@@ -46,8 +48,8 @@ def aligned(nbytes: int, to: int = _LINE) -> int:
 
 
 def blocks_for(max_tokens: int, num_sm: int) -> int:
-    """Returns the number of blocks of a kernel: at most as many as there is work for, because each block waits for all
-    others.
+    """Returns the number of blocks of a kernel: no more blocks than have work, because each block waits for all other
+    blocks.
     """
     return min(num_sm, -(-max_tokens // _TOKENS_PER_BLOCK))
 
@@ -99,7 +101,8 @@ class Geometry:
         e.local_combine, e.chosen_per_rank = options.enable_local_combine, chosen_per_rank
         e.padded_rows, e.expert_alignment = options.padded_rows, options.expert_alignment or 0
         if nodes == 1 and options.output_buffers:
-            # One buffer more than the caller asks for: combine_input uses the last buffer, or rows pass through it.
+            # One buffer more than the caller asks for: the last buffer serves `combine_input`, or rows that only pass
+            # through a buffer.
             e.output_buffers, e.output_rows = options.output_buffers + 1, options.fixed_rows or options.most_tokens
         e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if chosen_per_rank else config.weight.itemsize
         e.blocks = blocks

@@ -43,11 +43,11 @@ def _require_communicator(communicator: Any) -> None:
 
 
 class UnderWay(Struct):
-    """The dispatch, or the combine, of a layer whose first half is queued.
+    """The state of a layer's dispatch or combine in two halves.
 
     Attributes:
         name: "dispatch" or "combine".
-        call: the call; None if there is none.
+        call: the call whose first half is queued; None if no call is pending.
         end: a function that makes the second half. A further call of the same name first calls the function, or raises
             an error if the function is None.
     """
@@ -445,7 +445,7 @@ class EPAll2AllLayer:
         if recorder is None:
             return self.dispatch_unrecorded(input, exp_indices, weight, full_scatter_indices, stream)
         self._end_earlier(self.dispatching)
-        # A recorded call's rows are copied: a backward pass needs them, so later dispatches must not overwrite them.
+        # The rows of a recorded call are copied, because later dispatches must not overwrite rows for a backward pass.
         forms = self.forms.dispatches[self._parts.options.keeps_outputs]
 
         def call() -> Any:
@@ -560,9 +560,10 @@ class EPAll2AllLayer:
                 memory, and without enable_local_combine.
             added: up to two arrays [T, hidden] of `dtype`, with which each sum begins. The arrays `added` get no
                 gradients.
-            order_ids: the expert ids of the dispatch. With `order_ids`, the rows that a token has on several ranks are
-                added in the order of the token's last slot on each rank. `order_ids` can be given only on one node,
-                with layout="rank" or enable_local_combine, and without lost ranks and `placement`.
+            order_ids: the expert ids of the dispatch, [T, topk]. If a token has experts on several ranks, each of these
+                ranks contributes one row, and the rows are added in the order of their ranks' last slots k. `order_ids`
+                can be given only on one node, with layout="rank" or enable_local_combine, and without lost ranks and
+                `placement`.
             out: [T, hidden], or None for a new array.
             stream: as for `dispatch`.
 

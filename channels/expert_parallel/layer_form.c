@@ -25,8 +25,8 @@ PyObject* proxyccl_new_form(PyTypeObject* type, PyObject* arguments) {
 
 #define FORM_REFERENCES(apply) apply(arguments) apply(latest_stream) apply(element) apply(make_latest)
 
-/* form_clear is not the type's tp_clear, which forms lack, as tuples do: every reference cycle through a form also has
- * an object that can be cleared. */
+/* form_clear is not the type's tp_clear. Forms, like tuples, need no tp_clear, because every reference cycle through a
+ * form contains another object that can be cleared. */
 PROXYCCL_COLLECT_ALL(form, LayerForm, FORM_REFERENCES)
 
 int proxyccl_add_layer_form(PyObject* module, PyTypeObject** type, const char* name, size_t size, newfunc make,

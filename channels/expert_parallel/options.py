@@ -26,10 +26,10 @@ from proxyccl.device.errors import ArgumentError
 FLOAT8 = "float8_e4m3fn"
 FLOAT4 = "float4_e2m1fn_x2"
 MOST_BUFFERS = 64
-"""The most output buffers of a layer."""
 _SCALES_ALIGNMENT = 16  # a row's scales begin at a multiple of this many bytes
 _PAIR_TYPES = {FLOAT8: (FLOAT8, 1), FLOAT4: ("uint8", 2)}
-"""For each type in which rows travel with scales: the element type of arrays of rows, and the values of an element."""
+"""For each type of rows that are sent with scales: the element type of arrays of such rows, and the values per element.
+"""
 _LAYOUTS = ("expert", "rank", "padded")
 _FLAGS = "enable_local_combine", "use_aot", "grows", "keeps_outputs", "minus_one_drops", "scales_by_columns", "proxied"
 _CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
@@ -39,8 +39,9 @@ _MAY_DIFFER = {"rank", "use_aot", "capacity", "placed", "config"}  # these optio
 
 
 def as_placement(placement: Any, places: int, experts: int | None = None) -> tuple[int, ...]:
-    """Returns a caller's placement as a tuple. Raises ArgumentError unless the placement has a number for each of
-    `places` places, -1 or an expert's, and contains each expert from 0 to `experts` - 1, or to the greatest number.
+    """Returns a caller's placement as a tuple. Raises ArgumentError unless the placement has `places` numbers, each of
+    which is -1 or an expert's number, and contains every expert from 0 to `experts` - 1. If `experts` is None, the
+    greatest number in the placement is the last expert.
     """
     numbers = [find_integer(each) for each in find_items(placement) or ()]
     given = tuple(each for each in numbers if each is not None)
@@ -222,7 +223,7 @@ class LayerOptions:
         """Returns the values that must be the same on all ranks, by the layer's argument names."""
         given = {name: value for name, value in asdict(self).items() if name not in _MAY_DIFFER}
         given["lost_ranks"] = str(self.lost_ranks)
-        given["placement"] = self.placement is not None  # the placements themselves: `agree_on_placement`
+        given["placement"] = self.placement is not None  # `agree_on_placement` compares the placements themselves
         return given | self.config.compared(_CONFIG_NAMES)
 
     @property

@@ -84,7 +84,7 @@ KEPT_OUTPUTS = 2
 
 def _lease_of(nbytes: int) -> Any:
     """Returns a ctypes array type for a buffer's bytes. Arrays that a library makes over an object of this type keep
-    the object alive. DLPack capsules would also keep it alive, but take ten times as long.
+    the object alive. DLPack capsules would also keep the object alive, but take ten times as long.
     """
 
     class Lease(ctypes.c_ubyte * nbytes):  # type: ignore[misc]

@@ -25,9 +25,10 @@ _PLACEMENT = Codec[tuple[int, list[int]]](tuple[int, list[int]], 8 * MAX_EXPERTS
 
 
 def agree_on_placement(group: Group, options: LayerOptions) -> LayerOptions:
-    """Returns the options with the placement that has changed most often on any rank, and how often it has changed. All
-    ranks of a new layer with a placement call this together. If a rank was lost during `place`, only some of the
-    remaining ranks, from which `shrink` makes a layer, may have changed their placement.
+    """Returns the options with the newest placement of any rank, which is the one that has changed most often. The
+    result's `placed` is the number of its changes. All ranks of a new layer with a placement call this together. If a
+    rank was lost during `place`, only some of the remaining ranks, from which `shrink` makes a layer, may have changed
+    their placement.
 
     Raises ArgumentError if placements that have changed equally often differ, or if a placement that a program passed
     to the constructor differs from the result.
@@ -81,7 +82,6 @@ class ExpertPlaces:
         return self._prepare(0, self._table.ptr, self.ids.ptr, 0, 0, id_bytes, *self._sizes)
 
     def _fill(self, placement: Sequence[int]) -> None:
-        """Writes the table of a placement."""
         per_rank, own = self._options.config.num_experts_per_rank, self._options.config.rank
         numbers = {rank: number for number, rank in enumerate(self._left)}
         places: list[list[int]] = [[] for _ in range(self._options.all_experts)]

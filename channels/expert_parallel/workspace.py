@@ -108,8 +108,8 @@ class ExpertWorkspace:
 
     @property
     def chosen_rows(self) -> list[int]:
-        """How many slots chose each of this rank's experts in the latest counted dispatch. The numbers are valid only
-        with layout="rank" or expert_alignment.
+        """The number of slots that chose each of this rank's experts in the latest dispatch that counted slots. The
+        numbers are valid only with layout="rank" or expert_alignment.
         """
         numbers = ffi.cast("char *", self._received_rows.host_ptr + self._chosen_at)
         return memoryview(ffi.buffer(numbers, 4 * self._told_experts)).cast("I").tolist()

@@ -41,11 +41,11 @@ _FAILED = b"\0failed\0"
 _LONGEST_REASON = 2000
 _TELLING_SECONDS = 10.0
 _TELLING_OPEN_SECONDS = 1.0
-"""The longest that `telling` waits once the group is open, in seconds. It is short because a failure then also reaches
-all ranks by other paths."""
+"""The longest that `telling` waits once the group is open, in seconds. This time is short because a failure then also
+reaches all ranks by other paths."""
 _LOOK_SECONDS = 0.02
-"""Seconds between a waiting rank's checks whether another rank has left. They are not more frequent, because a check
-costs as much as a letter to each rank."""
+"""Seconds between a waiting rank's checks whether another rank has left. A check costs as much as a message to each
+rank, so shorter intervals would slow down the exchange."""
 _RAN_OUT = (ResourceError, OSError, MemoryError)
 
 
@@ -59,7 +59,8 @@ class Exchange:
 
     Attributes:
         made: the number of exchanges that this rank has begun.
-        processes: by rank, the processes that end this rank's wait by ending before `guard` is called.
+        processes: by rank, the peers' processes. Before `guard` is called, this rank's wait fails if one of these
+            processes ends.
     """
 
     def __init__(self, bootstrap: Bootstrap, timeout: float, give_up: Callable[[], None] = lambda: None) -> None:
@@ -89,9 +90,9 @@ class Exchange:
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """Returns a context for this rank's work between exchanges: if the work raises an error, the peers' next
-        exchange fails with this error. If an exchange raises the error, the error is not sent, because all ranks raise
-        it. After `guard`, only errors about exhausted resources are sent, and the group survives only if all ranks send
-        such an error.
+        exchange fails with this error. An error that an exchange raises is not sent, because all ranks raise this
+        error. After `guard`, only errors about exhausted resources are sent, and the group survives only if all ranks
+        send such an error.
 
         Raises:
             ResourceError: no file descriptor is left.

@@ -28,8 +28,6 @@ _known_name = ""
 
 
 class ProxyPlace(Struct, frozen=True):
-    """Where a rank's proxy runs."""
-
     # "thread" (in the rank's process), "process" (in the job's own daemon), or "daemon" (in the node daemon).
     where: Where
     job_daemon: str = ""  # the name of the job's own daemon; "" if no rank of the host uses it

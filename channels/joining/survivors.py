@@ -134,8 +134,9 @@ assert MOST_INVITATIONS >= MOST_DECISIONS  # in segments, each note and each ans
 
 
 def settle_growth(board: Board, number: int, *, grown: bool) -> bool:
-    """Returns whether the ranks of a group continue with the grown group; the same on all ranks, of which each passes
-    whether it knows that all ranks have joined the grown group. `number` counts the group's growths, from 0.
+    """Returns whether the ranks of a group continue with the grown group; the result is the same on all ranks. `grown`
+    says whether this rank knows that all ranks have joined the grown group. `number` counts the group's growths, from
+    0.
     """
     return board.settle(_FIRST_GROWTH + number, _SUCCEEDED if grown else _FAILED) == _SUCCEEDED
 

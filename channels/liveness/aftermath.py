@@ -55,7 +55,7 @@ class Aftermath:
         self._kept: list[object] = []
         self._since: float | None = None
         self._late = self.over = False
-        self._lock = threading.RLock()  # reentrant: garbage collection may free memory anywhere
+        self._lock = threading.RLock()  # reentrant: freeing memory during garbage collection calls `holds`
 
     def begin(self) -> None:
         """From this call on, a failure of the group prevents this process from freeing memory."""
@@ -81,7 +81,7 @@ class Aftermath:
                     self._processes[peer] = process_descriptors.acquire(self._peers[peer])
                 except ProcessLookupError:
                     del self._running[peer]
-                except (OSError, ResourceError):  # the peer records its end itself
+                except (OSError, ResourceError):  # the peer also records its end in its segment
                     continue
 
     def follow(self, kept: Iterable[object]) -> None:

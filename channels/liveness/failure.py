@@ -29,8 +29,8 @@ _LIVE = frozenset({"open", "suspended"})
 
 
 class Observer:
-    """Callbacks by which reports learn of a group's failures and of the ranks' exchanges. The methods of this base
-    class do nothing.
+    """Callbacks that inform reports of a group's failures and of the ranks' exchanges. The methods of this base class
+    do nothing.
     """
 
     def failed(self) -> None:

@@ -120,8 +120,8 @@ class WatchThread:
         """Wakes the thread with this bell, which may be in another process. Has no effect if the process has ended, or
         is in another network namespace, where the thread wakes only by itself.
         """
-        # The socket's queue may be full of unread datagrams, and a security module may forbid them. The thread wakes by
-        # itself too.
+        # The socket's queue may be full of unread datagrams, and a security module may forbid datagrams. The thread
+        # also wakes without a datagram, after its interval.
         with contextlib.suppress(OSError):
             self._socket.sendto(b"", _address(bell))
 

@@ -1,1 +1,1 @@
-"""Schedules: prepared work of the ranks' proxies, by which a collective needs no kernel."""
+"""Schedules: prepared work for the ranks' proxies, with which a collective needs no kernel."""

@@ -34,7 +34,8 @@ class _Flow:
 
 
 class RingSlots:
-    """Slots between a group's ranks and their neighbours. All ranks construct a `RingSlots` together and alike.
+    """Slots between a group's ranks and their neighbours. All ranks construct a `RingSlots` together, with the same
+    sizes.
 
     A rank's sends and receives run one after the other in the order of the calls, even if the calls are on different
     streams. A send delays the caller's stream only until the data is in this rank's slot. Raises ResourceError if the
@@ -100,7 +101,9 @@ class RingSlots:
             flow.count += 1
 
     def receive(self, view: ArrayView, peer: int, stream: StreamLike) -> None:
-        """Receives an array from a neighbour, whose sends arrive in order. Has the arguments and errors of `send`."""
+        """Receives an array from a neighbour, whose sends arrive in order. Takes the arguments of `send`, and raises
+        its errors.
+        """
         flow = self._receives[peer]
         with self._lock:
             slot = flow.count % self._slots

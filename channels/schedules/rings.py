@@ -12,7 +12,7 @@ from proxyccl.device.stream_operations import Operation, StreamOperations, WaitV
 from proxyccl.proxy.schedule import Schedule
 
 Step = Operation | Schedule
-"""A step of a stream: it rings a `Schedule`, or carries out an `Operation`."""
+"""A step of a stream: a `Schedule`, which the stream starts through the proxy's bell, or another `Operation`."""
 
 _MOST_DROPPED = 1024
 
@@ -46,9 +46,9 @@ class ScheduleRings:
         return [WaitValue(words.done, 1), *(WriteValue(word, 0) for word in used)]
 
     def prepare(self, steps: Sequence[Step]) -> StreamOperations:
-        """Adds the steps that are schedules to the proxy. Returns the stream operations, with writes to the bell in
-        place of schedules. Raises ResourceError if no numbers are left, and ProxyLostError if the daemon that runs the
-        proxy is lost.
+        """Adds the steps that are schedules to the proxy. Returns the stream operations, with a write to the proxy's
+        bell in place of each schedule. Raises ResourceError if no numbers are left, and ProxyLostError if the daemon
+        that runs the proxy is lost.
         """
         self._remove_dropped()
         proxy = self._group.links.proxy

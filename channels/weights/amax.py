@@ -72,7 +72,6 @@ class Amaxes:
         self._stream = runtime.create_stream()
 
     def begin(self) -> None:
-        """Starts to measure."""
         self._tiles.launch(0, self._stream)
 
     def wait(self) -> None:
@@ -101,10 +100,10 @@ def _measured(part: Part, table: int) -> list[Tile]:
 
 
 def scales_of(part: Part, scale: ArrayView) -> Part:
-    """Returns a target's part with `Part.scales` as the shape of its scales' array requires.
+    """Returns a copy of a target's part, with `Part.scales` set according to the shape of the array of scales.
 
     Raises:
-        ArgumentError: the array can't have the part's scales.
+        ArgumentError: the array can't hold the part's scales.
     """
     if part.dtype != FLOAT8:
         raise ArgumentError("scale", f"{part.tensor}: is only for arrays in {FLOAT8}, not {part.dtype}")
@@ -144,7 +143,7 @@ class Scales:
     ) -> None:
         self._amaxes = _PinnedFloats(runtime, sum(view.size for _, view in scaled))
         tables = _tables(sources)
-        wanted: list[tuple[NDArray[np.float32], str, Part, Box]] = []  # amaxes here, and their place in a table
+        wanted: list[tuple[NDArray[np.float32], str, Part, Box]] = []  # (destination, holder, table, box to read)
         tiles: list[Tile] = []
         at = 0
         for part, view in scaled:
@@ -174,7 +173,7 @@ class Scales:
         self.looks = [agent.prepare("read", holder, np.concatenate(each)) for holder, each in rows.items()]
 
     def store(self, stream: Stream) -> None:
-        """Queues the storing of the scales, which need the amaxes that `looks` have read."""
+        """Merges the amaxes that the transfers `looks` have read, and queues the kernel that stores the scales."""
         self._amaxes.array.fill(0)
         for amaxes, read in self._merges:
             np.maximum(amaxes, read if amaxes.shape == read.shape else read.max(), out=amaxes)

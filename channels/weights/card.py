@@ -35,8 +35,8 @@ class Card(Message, frozen=True):
 
 
 class Join(Message, frozen=True, tag="join"):
-    """Asks a holder to notify the sender of each offered version, and to wait until the sender has read it. `metadata`
-    are those of the sender's agent, and `holder` is the sender's number.
+    """Asks a holder to notify the sender of each offered version, and to wait until the sender has read the version.
+    `metadata` is the metadata of the sender's agent, and `holder` is the sender's number.
     """
 
     metadata: Annotated[bytes, _METADATA]

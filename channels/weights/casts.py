@@ -35,7 +35,7 @@ class Staging:
 
     Args:
         nbytes: the buffer's size in bytes, at least LEAST_STAGING.
-        is_device: whether agents treat the buffer as device memory, as they do `Array`s of the host runtime too.
+        is_device: whether agents treat the buffer as device memory; true also for an `Array` of the host runtime.
 
     Attributes:
         half: the size of a half in bytes.

@@ -77,7 +77,7 @@ class Connected:
         theirs = {name: grouped(card.parts, card.groups) for name, card in peers.items()}
         for name, each in theirs.items():
             if len(each) != len(groups):
-                raise ArgumentError("peers", f"{name} has {len(each)} groups of parts, this target {len(groups)}")
+                raise ArgumentError("peers", f"{name} has {len(each)} groups of parts; this target has {len(groups)}")
         planned: list[list[Read]] = []
         readers: set[str] = set()
         for number, parts in enumerate(groups):
@@ -129,7 +129,8 @@ class Connected:
             for late in (False, True)
         )
         order = {id(part): number for number, part in enumerate(parts)}
-        # In the order of the parts, so that transfers from all sources fill the staging buffer together.
+        # Casts are sorted in the order of the parts, so that transfers from all sources fill the staging buffer
+        # together.
         casts = sorted(
             ((read.peer, cast) for read in reads for cast in read.casts),
             key=lambda each: (order[id(each[1].here)], each[1].box.start),
@@ -168,7 +169,7 @@ class Connected:
 
     def versions(self, names: Iterable[str], deadline: float) -> set[int]:
         """Reads the version words of the named holders, and returns the set of versions that they offer now. The set
-        contains 0 if a holder offers none. Raises DisconnectedError, TransferTimeoutError."""
+        contains 0 if a holder offers no version. Raises DisconnectedError, TransferTimeoutError."""
         chosen = {name: self._index[name] for name in names}
         try:
             self.move([self._looks[index] for index in chosen.values()], deadline)

@@ -32,8 +32,8 @@ sends over its own link."""
 
 
 Place = tuple[str, int, bool]
-"""The name of a runtime, the number of a device, and whether agents treat memory there as device memory, as they do
-`Array`s of the host runtime too."""
+"""The name of a runtime, the number of a device, and whether agents treat memory there as device memory, which is true
+also for an `Array` of the host runtime."""
 
 
 class Memory(NamedTuple):
@@ -51,7 +51,7 @@ class Holder:
         self._parts: list[Part] = []
         self._groups = [0]  # for each group, the index of its first part
         self._regions: dict[tuple[int, int], Region] = {}
-        self._memories: list[Memory] = []  # of each part
+        self._memories: list[Memory] = []  # one entry per part
         self._runtimes: dict[Place, Runtime] = {}
         self._number = int.from_bytes(os.urandom(8), "little") | 1
         self._words = np.array([0, self._number], np.uint64)
@@ -103,7 +103,6 @@ class Holder:
         within: Any,
         scale: Any = None,
     ) -> None:
-        """Adds a part, for `add` of a source or a target."""
         if hasattr(array, "placements") and hasattr(array, "device_mesh"):
             if sharding is not None or start is not None or size is not None:
                 raise ArgumentError(
@@ -189,7 +188,7 @@ class Holder:
                     self._ended.pop(sender, None)
 
     def _meet(self, metadata: bytes) -> str:
-        """Adds another agent, in place of any known agent of that name, which must have ended."""
+        """Adds another agent to this holder's agent, in place of any agent of the same name, which must have ended."""
         try:
             return self._agent.add(metadata)
         except NameTakenError as error:

@@ -56,7 +56,6 @@ class Part(Message, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """The total size of the part's elements in bytes."""
         return math.prod(self.shape) * self.itemsize
 
     @property

@@ -55,7 +55,6 @@ class Read(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """The total bytes that the target reads."""
         return int(self.blocks[:, 2].sum()) + sum(cast.nbytes for cast in self.casts)
 
 
@@ -86,7 +85,9 @@ def plan(sources: Held, targets: Held, nodes: Mapping[str, Hashable] | None = No
 
 
 def plan_one(target: str, sources: Held, targets: Held, nodes: Mapping[str, Hashable]) -> tuple[list[Read], set[str]]:
-    """Plans as `plan` does, and returns the reads of one target, and the names of the targets that read from it."""
+    """Plans as `plan` does, and returns the reads of one target, and the names of the targets that read from this
+    target.
+    """
     planner = _Planner(sources, targets, nodes, {target})
     return planner.reads[target], {reader for reader, peer, _ in planner.links if peer == target}
 

@@ -69,7 +69,7 @@ class Tiles:
         loaded = runtime.shipped("cast_weights.h", kernel)
         table = np.zeros(sum(map(len, lists)), TILE)
         self._table = runtime.allocate(table.nbytes)
-        on_host = runtime.name == "host"  # there one thread handles a whole block of elements
+        on_host = runtime.name == "host"  # on the host, one thread handles a whole block of elements
         threads, groups = (1, 1) if on_host else (_THREADS, _THREADS // _GROUP)
         self._launches = []
         row = 0

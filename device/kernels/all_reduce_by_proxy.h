@@ -1,22 +1,25 @@
-// All-reduce by all blocks together (one lane, exchange.h), for ranks that reach some or all peers through the proxy.
+// All-reduce in which all blocks work as one lane (exchange.h), for ranks that reach some or all peers through the
+// proxy.
 //
 // Each of the n ranks reduces one share of the data, in rank order, and sends the result to all ranks. A rank sends 2
 // (n-1)/n times the array's bytes, and each element crosses links twice. The transfers of the shares' pieces overlap in
 // a pipeline. In step k the grid
 //   1. scatters piece k + 1: sends each peer the part that this peer reduces;
 //   2. waits for the peers' scattered parts of piece k, reduces them, and distributes the result;
-//   3. waits for the peers' results of piece k - 1, and stores these results. Scattered parts and results each have
-// PROXYCCL_PIPELINE_DEPTH buffers, used in turn. The order of the steps guarantees, without flags, that a buffer is
-// free when a rank writes to it. A rank that is about to
-//   - scatter piece k + 1 has finished step k - 1, so it has every peer's results of piece k - 2: the peers have
-//     reduced piece k - 2, so its buffer is free;
-//   - distribute the results of piece k has every peer's data of piece k, which the peers scattered after step k - 2:
-//     the peers have stored the results of piece k - 3, so their buffer is free.
+//   3. waits for the peers' results of piece k - 1, and stores these results.
+//
+// Scattered parts and results each have PROXYCCL_PIPELINE_DEPTH buffers, used in turn. The order of the steps
+// guarantees, without flags, that a buffer is free when a rank writes to it:
+//   - A rank that is about to scatter piece k + 1 has finished step k - 1, so it has every peer's results of the piece
+//     k - 2. So the peers have reduced piece k - 2, and its buffer is free.
+//   - A rank that is about to distribute the results of piece k has every peer's data of piece k, which the peers
+//     scattered after step k - 2. So the peers have stored the results of piece k - 3, and their buffer is free.
+//
 // The buffers that stage data for the proxy are reused in the same way, because the proxy has read a buffer when the
 // data has arrived at the peer. A buffer is also free when the next kernel uses it: a rank that starts a kernel has all
-// results of the previous kernel, so all peers have reduced their data (after a kernel in rounds, see dataBuffer()).
-// The rank distributes results only when it has every peer's first data of this kernel, which a peer sends after it has
-// ended the previous kernel.
+// results of the previous kernel, so all peers have reduced their data (dataBuffer() covers a previous kernel in
+// rounds). The rank distributes results only when it has every peer's first data of this kernel, which a peer sends
+// after it has ended the previous kernel.
 #pragma once
 
 #include "exchange.h"

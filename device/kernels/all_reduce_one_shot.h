@@ -1,5 +1,5 @@
 // One-shot all-reduce with packets or lines, for small messages: every rank sends all its data to every other rank, and
-// each rank reduces all of it.
+// each rank reduces all data.
 //
 // Each element crosses a link once, and each of the n ranks sends (n-1) times the array's bytes. Each rank reduces in
 // rank order, so all ranks get the same bits. Slot r holds the data of rank r.

@@ -20,8 +20,8 @@
 namespace proxyccl {
 
 // In each epoch calls send(p, own) for this thread's packets p, and then receive(p, own), which returns the sum of all
-// ranks' packets p. Collects the sums, and normalizes each row. Before a block normalizes a row, it sends the packets
-// of its next row, which then travel meanwhile.
+// ranks' packets p. Collects the sums, and normalizes each row. A block sends the packets of its next row before it
+// normalizes a row, so that the packets travel during the normalization.
 template <bool kWhole, uint32_t kBlocks, class Form, class T, class Send, class Receive>
 PROXYCCL_DEVICE void reduceRows(Lanes<Form>& lanes, const Rows<T>& rows, Send send, Receive receive) {
   NormedRow<Form, T, kWhole, kBlocks> row(rows);

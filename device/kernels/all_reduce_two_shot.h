@@ -3,24 +3,26 @@
 // element crosses links twice. If all ranks' outputs are mapped (outputs.h), results go straight to the outputs,
 // otherwise to the peers' scratch memory.
 //
-// If the all-reduce is in place and short, and all ranks allow their peers to load from their arrays (they offer them),
-// ranks load the data from their peers' arrays. The kernel stores nothing before these loads, so the signals before the
-// loads need no fence. A fence would take longer than the loads. In-place results are safe, because only the rank that
-// reduces a share reads this share, and overwrites it afterwards. If only some ranks offer their arrays, all ranks
-// scatter; a rank that offered has already posted once, so its peers wait for one more post.
+// If the all-reduce is in place and short, and every rank allows its peers to load from its array (the rank offers the
+// array), ranks load the data from their peers' arrays. The kernel stores nothing before these loads, so the signals
+// before the loads need no fence. A fence would take longer than the loads. In-place results are safe, because only the
+// rank that reduces a share reads this share, and overwrites it afterwards. If only some ranks offer their arrays, all
+// ranks scatter; a rank that offered has already posted once, so its peers wait for one more post.
 //
 // In all other cases each rank scatters its data through scratch memory, in pieces if the data does not fit. In step k
 // a block
 //   1. waits for the peers' scattered parts of piece k, and scatters piece k + 1;
 //   2. reduces piece k, and distributes the result;
-//   3. waits for the peers' results of piece k - 1 in its scratch memory, and copies them to its output. If results go
-// straight to outputs, item 3 and the posts of results are skipped, and all ranks synchronize at the end. Scattered
-// parts and results each have PROXYCCL_PIPELINE_DEPTH buffers, used in turn. The order of the steps guarantees, without
-// flags, that a buffer is free when a rank writes to it. A rank that is about to
-//   - scatter piece k + 1 has every peer's data of piece k, which the peers posted after they had reduced piece k - 2:
-//     so the buffer of piece k - 2 is free;
-//   - distribute the results of piece k has every peer's data of piece k, which the peers posted after step k - 2: the
-//     peers have stored the results of piece k - 3, so their buffer is free.
+//   3. waits for the peers' results of piece k - 1 in its scratch memory, and copies them to its output.
+//
+// If results go straight to outputs, item 3 and the posts of results are skipped, and all ranks synchronize at the end.
+// Scattered parts and results each have PROXYCCL_PIPELINE_DEPTH buffers, used in turn. The order of the steps
+// guarantees, without flags, that a buffer is free when a rank writes to it:
+//   - A rank that is about to scatter piece k + 1 has every peer's data of piece k, which the peers posted after they
+//     had reduced piece k - 2. So the buffer of piece k - 2 is free.
+//   - A rank that is about to distribute the results of piece k has every peer's data of piece k, which the peers
+//     posted after step k - 2. So the peers have stored the results of piece k - 3, and their buffer is free.
+//
 // A peer writes a piece to a rank's output only after the rank's own data of the piece has arrived: by then the rank's
 // kernel runs, so earlier work no longer uses the output, and the kernel has read the input that an in-place result
 // replaces. A buffer is also free when the next kernel uses it, whatever the kernels' grids: when a rank starts a
@@ -95,8 +97,8 @@ class TwoShot : ScatteredReduction<T, Op> {
     reduceRuns<T, Op>(team_.world_size, team_.divisor, count * thread() / threads(), count * (thread() + 1) / threads(),
                       array, store);
 #else
-    // A thread handles one unit at a time, because there are few units per thread, but loads it from several ranks
-    // concurrently, because each load crosses a link.
+    // A thread handles one unit at a time, because there are few units per thread, but loads the unit's values from
+    // several ranks concurrently, because each load crosses a link.
     constexpr uint32_t kWide = Units<T>::kWide;
     const uint64_t whole = count / kWide * kWide;
 #pragma unroll 1

@@ -13,7 +13,8 @@ constexpr uint64_t kBlockExtent = 128;
 // The codes of element types in `WeightTile`. kScale stands for a float32 scale, which is made from an amax.
 enum WeightType : uint64_t { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kScale };
 
-// A matrix of elements. Its rows and columns may begin and end within blocks. Strides are counted in elements.
+// A matrix of a tensor's elements. The matrix's rows and columns may begin and end within blocks. Strides are counted
+// in elements.
 struct WeightTile {
   uint64_t from, to;  // addresses of the first element
   uint64_t from_type, to_type;

@@ -1,12 +1,13 @@
-// Rounds in which every rank sends to every other rank; the bandwidth-bound collectives are built on them.
+// Rounds in which every rank sends to every other rank. The bandwidth-bound collectives consist of such rounds.
 //
 // In a round a lane writes to its slot in each peer's scratch memory, signals every peer, waits for every peer's signal
-// and reads the slots in its own scratch memory. A post is a signal, with or without data. Slots are double-buffered by
-// the parity of the round. Slots, also those in the staging area, need no flags: a rank starts round r + 2 after it has
-// received every peer's signal of round r + 1, which a peer sends after it has read its slots of round r. Slots may
-// also be reused by the next kernel, whatever its grid, because a peer that has started a kernel has ended the previous
-// one.
-// Kernels that work in pieces use the same buffers (dataBuffer()).
+// and reads the slots in its own scratch memory. A post is a signal, with or without data. Kernels that work in pieces
+// use the same buffers as kernels that work in rounds (dataBuffer()).
+//
+// Slots are double-buffered by the parity of the round. No flag protects a slot, in scratch memory or in the staging
+// area: a rank starts round r + 2 after it has received every peer's signal of round r + 1, which a peer sends after it
+// has read its slots of round r. The next kernel may also reuse slots, whatever its grid, because a peer that has
+// started a kernel has ended the previous kernel.
 #pragma once
 
 #include "integers.h"
@@ -27,7 +28,8 @@ PROXYCCL_DEVICE void finishKernel(const ProxycclTeam& team, uint64_t rounds) {
   storeRelaxedDevice<uint64_t>(&counters.round, counters.round + rounds);
 }
 
-// Not inlined: only one thread calls these functions, rarely, but inlining would cost all threads registers.
+// These functions are not inlined, because only one thread calls them, rarely, while inlining would take registers from
+// all threads.
 PROXYCCL_OUT_OF_LINE void postThroughProxy(const ProxycclProxyChannel* handle, uint64_t dst_offset, uint64_t src_offset,
                                            uint64_t bytes) {
   const ProxyChannelDeviceHandle channel{*handle};
@@ -39,7 +41,7 @@ PROXYCCL_OUT_OF_LINE void awaitThroughProxy(const ProxycclProxyChannel* handle) 
 }
 
 // Returns the number of lanes. A lane is a group of blocks that shares a link to each peer: if some peer is reached
-// through the proxy, all blocks form one lane; otherwise each block is a lane of its own.
+// through the proxy, all blocks form one lane; otherwise each block is a separate lane.
 PROXYCCL_DEVICE uint32_t lanesOf(const ProxycclTeam& team) { return team.lanes == 1 ? 1 : gridDim.x; }
 
 // Returns the size of a slot if each lane has `slots` slots in a buffer for rounds.
@@ -47,16 +49,16 @@ PROXYCCL_DEVICE uint64_t roundSlotBytes(const ProxycclTeam& team, uint32_t slots
   return team.data_bytes / (static_cast<uint64_t>(lanesOf(team)) * slots) & ~127ull;
 }
 
-// Returns the offset of a buffer in scratch memory.
 PROXYCCL_DEVICE uint64_t bufferOffset(const ProxycclTeam& team, uint32_t buffer) {
   const uint64_t data = minimum(buffer, PROXYCCL_PIPELINE_DEPTH);
   return data * team.data_bytes + (buffer - data) * team.result_bytes;
 }
 
-// Returns the buffer for the peers' data of piece k. A kernel that works in pieces may follow a kernel that works in
-// rounds. A peer may then still read its buffer of the last round, but has read its buffer of the round before, and all
-// pieces of earlier kernels. So if `next` is the number of the next round, the buffer of that round is free, and the
-// last round's buffer is free once the peer's data of piece 0 has arrived.
+// Returns the number of the buffer in which peers store the data of piece k. `next` is the number of the round that
+// would come next. The previous kernel may have worked in rounds, so a peer may still read its buffer of the last
+// round. Every peer has read its buffer of the round before the last one, and all pieces of earlier kernels. So a
+// peer's buffer for round `next` is free at once, and its buffer of the last round is free when the peer's data of
+// piece 0 has arrived.
 PROXYCCL_DEVICE uint32_t dataBuffer(uint64_t k, uint64_t next = 0) {
   const uint32_t i = static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH);
   return i == 0 ? PROXYCCL_ROUND_BUFFERS : static_cast<uint32_t>(next + i - 1) % PROXYCCL_ROUND_BUFFERS;
@@ -136,7 +138,7 @@ class Lane {
                      team_.staging_offset + slotOffset(buffer, local_slot), bytes);
   }
 
-  // Waits for the next post of `peer`; the thread that handles `peer` calls it.
+  // Called by the thread that handles `peer`: waits for the peer's next post.
   PROXYCCL_DEVICE void await(uint32_t peer) const {
     const ProxycclLink& link = linkTo(peer);
     if (outboxes().proxied[peer]) {

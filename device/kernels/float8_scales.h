@@ -31,7 +31,7 @@ PROXYCCL_DEVICE float greaterMagnitude(float greatest, float value) {
   const float magnitude = __builtin_fabsf(value);
   return magnitude > greatest ? magnitude : greatest;
 #else
-  return fmaxf(greatest, fabsf(value));  // becomes one instruction, unlike the code above
+  return fmaxf(greatest, fabsf(value));  // the host's code above would not compile to a single instruction
 #endif
 }
 

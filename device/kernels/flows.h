@@ -4,8 +4,8 @@
  * in the receiver's scratch memory. The receiver's signals on the link count credits, which are slots that it has read.
  * So a flow involves only its two ranks, and flows never wait for one another.
  *
- * A slot has, in this order: a header, whose first word describes the slot's piece (send_receive.h); the lines, which
- * hold only lines, because other data could equal a line's flag; and the other pieces' data.
+ * A slot has, in this order: a header, whose first word describes the slot's piece (send_receive.h); memory for lines,
+ * which holds nothing else, because other data could equal a line's flag; memory for pieces that are not sent in lines.
  */
 #pragma once
 
@@ -42,6 +42,6 @@ typedef struct ProxycclFlows {
   char* scratch;
   uint64_t slot_bytes, staging_offset;
   uint64_t line_bytes;  /* maximum number of bytes of a lane that are sent in lines; 0 if the links don't carry lines */
-  uint64_t data_offset; /* offset in a slot of the data of other pieces */
+  uint64_t data_offset; /* offset, in a slot, of the data of pieces that are not sent in lines */
   ProxycclTransfer transfers[PROXYCCL_MAX_TRANSFERS];
 } ProxycclFlows;

@@ -15,8 +15,8 @@
 
 namespace proxyccl {
 
-// Whether a unit lies within an array of bytes that can be accessed as words of 4 bytes, such as a share of a gather of
-// float32 values.
+// Returns whether a unit lies within an array of bytes that can be accessed as words of 4 bytes, such as a share of a
+// gather of float32 values.
 template <class T>
 PROXYCCL_DEVICE bool isInWords(const T* array, uint64_t count, uint64_t unit) {
   return sizeof(T) == 1 && reinterpret_cast<uintptr_t>(array) % 4 == 0 && (unit + 1) * 16 <= count;

@@ -1,4 +1,4 @@
-// all_gather, all_to_all, broadcast and barrier: they move bytes without interpreting them.
+// The kernels of all_gather, all_to_all, broadcast and barrier, which move bytes without regard to element types.
 //
 // `bytes` is the size of the data that a rank sends to each rank. A call is in place, as in NCCL, if in = out + rank *
 // bytes for all_gather, or in = out for all_to_all and broadcast.

@@ -1,10 +1,10 @@
 /* Parameters of the packet kernels, which describe the ranks and one call. ProxycclPacketTeam is passed by value, so
- * that a block loads only its epoch before its data.
+ * that the epoch is the only number that a block loads from memory before its data.
  *
  * Scratch memory, which all ranks map, has the same layout on each rank:
  *   for each block, for each parity of its epoch, for each slot: `slot_packets` packets
- * There are two slots per peer: slot r holds what rank r sends first in an epoch, slot world_size + r what it sends
- * then. Memory has no slots for the rank's own number.
+ * There are two slots per peer: slot r holds the packets that rank r sends first in an epoch, slot world_size + r the
+ * packets that rank r sends afterwards. A rank's memory has no slots for the rank itself.
  */
 #pragma once
 

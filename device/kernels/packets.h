@@ -266,7 +266,8 @@ class Lanes {
   // packets of both parities, at the end of the epochs that are 0 or 1 modulo kClearInterval.
   static constexpr uint32_t kClearInterval = 1u << 30;
 
-  // Returns the epoch's flag: the epoch plus one, except in the last epoch before the wrap: zeroed memory holds flag 0.
+  // Returns the epoch's flag: the epoch plus one. In the last epoch before the wrap this sum is 0, the content of
+  // zeroed memory, so the flag is 1 << 31.
   PROXYCCL_DEVICE uint32_t flag() const { return epoch_ == ~0u ? 1u << 31 : epoch_ + 1; }
   PROXYCCL_DEVICE bool isPeer(uint32_t rank) const { return rank < team_.world_size && rank != team_.rank; }
   PROXYCCL_DEVICE uint32_t peerAt(uint32_t distance) const {

@@ -2,12 +2,12 @@
 //
 // The stream launches the kernel only when the first piece has arrived or all ranks have joined the call, because a
 // kernel that waited for late ranks would keep other kernels from starting. The kernel itself waits for the other
-// pieces, because one launch per piece would take longer. On CUDA its blocks are single warps with few registers, so
-// they start beside a matrix product that fills all multiprocessors. Each block takes the next chunk from a counter, so
-// that blocks may also start late, when a busy GPU has room for them. The block with a piece's first chunk waits for
-// the proxy, and the piece's other blocks wait for that block. The block that completes a piece waits until the
-// previous piece is complete, and then opens the gate, which lets the proxy send the result. So a block waits only for
-// blocks that took earlier chunks and therefore run.
+// pieces, because one launch per piece would take longer. On CUDA the kernel's blocks are single warps with few
+// registers, so that these blocks start beside a matrix product that fills all multiprocessors. Each block takes the
+// next chunk from a counter, so that blocks may also start late, when a busy GPU has room for them. The block with a
+// piece's first chunk waits for the proxy, and the piece's other blocks wait for that block. The block that completes a
+// piece waits until the previous piece is complete, and then opens the gate, which lets the proxy send the result. So a
+// block waits only for blocks that took earlier chunks and therefore run.
 #pragma once
 
 #include "arrived.h"
@@ -26,7 +26,7 @@ namespace proxyccl {
 // A block of a single warp uses neither block barriers nor shared memory, because a busy multiprocessor may have
 // neither left.
 //
-// A barrier of the block; one thread's later release covers the writes of all threads of the block.
+// Called by all threads of a block: a barrier. A later release by one thread covers the earlier writes of all threads.
 PROXYCCL_DEVICE void meetInBlock() {
 #if PROXYCCL_SMALL_BLOCKS
   syncWarp();
@@ -35,7 +35,8 @@ PROXYCCL_DEVICE void meetInBlock() {
 #endif
 }
 
-// Called by all threads of a block: returns the first thread's value, and shows all threads what that thread acquired.
+// Called by all threads of a block: returns the first thread's value. All threads then see the writes that the first
+// thread has acquired.
 PROXYCCL_DEVICE uint32_t ofFirstThread(uint32_t value) {
 #if PROXYCCL_SMALL_BLOCKS
   syncWarp();

@@ -4,10 +4,10 @@
 // 1 / sqrt(mean of squares + eps) and by its weight plus a bias, in float, and rounded once (RMSNorm, Zhang and
 // Sennrich, 2019).
 //
-// A row is divided into packets (packets.h), even if they are not sent. The packets of a warp's threads form a group.
-// One block handles a row, or the blocks of a cluster each handle a part of the row. A thread normalizes the packets to
-// which it added residuals. Of other threads' results a thread needs only each group's sum of squares. All threads add
-// the groups' sums in the same order, which depends only on the row's width and on the packets' form.
+// A row is divided into packets (packets.h), even in kernels that send no packets. The packets of a warp's threads form
+// a group. One block handles a row, or the blocks of a cluster each handle a part of the row. A thread normalizes the
+// packets to which it added residuals. Of other threads' results a thread needs only each group's sum of squares. All
+// threads add the groups' sums in the same order, which depends only on the row's width and on the packets' form.
 //
 // The code is short rather than unrolled, because most blocks run it for only one row, and instructions that are not
 // cached take longer to fetch than to execute.
@@ -115,7 +115,7 @@ class NormedRow {
   PROXYCCL_DEVICE Payload load(uint32_t epoch, uint32_t p, uint64_t row) const {
     return row < rows_.rows ? loadFrom(rows_.x + row * rows_.width, inRow(epoch, p)) : Payload{};
   }
-  // Brings packet p of the block's next row of the residual, and of the row after that of `x`, into the cache.
+  // Prefetches packet p of two later rows: of `residual` for the block's next row, of `x` for the row after the next.
   PROXYCCL_DEVICE void prefetchRows(uint32_t epoch, uint32_t p) const {
     const uint64_t stride = gridDim.x / kBlocks * static_cast<uint64_t>(rows_.width);
     Form::forChunks(inRow(epoch, p), rows_.share, [&](uint32_t, uint32_t chunk) {
@@ -127,7 +127,8 @@ class NormedRow {
   PROXYCCL_DEVICE Payload residual(uint32_t epoch, uint32_t p) const {
     return rows_.residual != nullptr && exists() ? loadFrom(rows_.residual + first_, inRow(epoch, p)) : Payload{};
   }
-  // Called once per packet, before the block waits for data: keeps the packet's weights.
+  // Called once per packet, before the block waits for data: if `keeps` is 2, copies the packet's weights to shared
+  // memory.
   PROXYCCL_DEVICE void keepWeights(uint32_t epoch, uint32_t p) const {
     if (rows_.keeps == 2) weights()[epoch * rows_.packets + p] = loadFrom(rows_.weight, inRow(epoch, p));
   }
@@ -225,8 +226,8 @@ class NormedRow {
     return static_cast<float*>(dynamicShared()) + (2 * parity_ + kind) * groups();
   }
   PROXYCCL_DEVICE uint32_t groups() const { return (rows_.row_packets + PROXYCCL_WARP_SIZE - 1) / PROXYCCL_WARP_SIZE; }
-  PROXYCCL_DEVICE Payload* kept() const {  // aligned to 16 bytes, because there are four numbers of four bytes per
-                                           // group before it
+  // Returns the kept sums, which are aligned to 16 bytes, because four numbers of 4 bytes per group precede the sums.
+  PROXYCCL_DEVICE Payload* kept() const {
     return reinterpret_cast<Payload*>(static_cast<float*>(dynamicShared()) + 4 * groups());
   }
   PROXYCCL_DEVICE Payload* weights() const { return kept() + rows_.row_epochs * rows_.packets; }

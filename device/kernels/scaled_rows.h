@@ -45,8 +45,8 @@ struct ScaledPart {
   }
 };
 
-// Converts blocks [first, last) of a row, which may contain infinities and NaNs. The kLanes threads of a block convert
-// several blocks; thread n of them returns the greatest magnitude of the n-th block.
+// Converts blocks [first, last) of a row, which may contain infinities and NaNs. The same kLanes threads convert
+// several blocks; thread n of these threads returns the greatest magnitude of the n-th block.
 template <class T, class StoreParts>
 PROXYCCL_DEVICE float scaleValues(const Group& group, const T* row, uint32_t first, uint32_t last, bool aligned,
                                   StoreParts storeParts) {

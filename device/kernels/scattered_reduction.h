@@ -74,8 +74,8 @@ class ScatteredReduction {
     return divideUp(team_.piece, Units<T>::kWide) * thread / threads() * Units<T>::kWide;
   }
 #else
-  // Calls several(i) for each four of this thread's units, i to i + 3 * threads(), that are below `whole`, then one(i)
-  // for each of the thread's other units below `end`.
+  // Calls several(i) for each group of four units of this thread, i to i + 3 * threads(), that are below `whole`, then
+  // one(i) for each of the thread's other units below `end`.
   template <class Several, class One>
   PROXYCCL_DEVICE void forUnits(uint64_t whole, uint64_t end, Several several, One one) const {
     const uint64_t stride = threads();

@@ -7,8 +7,8 @@
 // read, and the staging slot of a proxy's put only after the put is complete.
 //
 // A slot begins with a word that holds the number of its piece and the size of the whole transfer. If a lane's data fit
-// in the slot's lines (lines.h), the sender writes the word before the lines, which are their own signals. Otherwise
-// the word is written after the data, as the release that shows the data's arrival.
+// in the slot's lines (lines.h), the sender writes the word before the lines, whose flags signal their arrival.
+// Otherwise the word is written after the data, as the release that shows the data's arrival.
 #pragma once
 
 #include "exchange.h"

@@ -391,7 +391,7 @@ def test_groups_share_memory(keep: Keep, count: int) -> None:
         for each in seen:
             np.testing.assert_array_equal(each, [matrix(version, name) for name in ("w", "up", "w")])
     other = keep(Sampler("other"))
-    with pytest.raises(ArgumentError, match="other has 1 groups of parts, this target 3"):
+    with pytest.raises(ArgumentError, match="other has 1 groups of parts; this target has 3"):
         samplers[0].target.connect(trainer.cards, peers=[other.target.card()])
 
 

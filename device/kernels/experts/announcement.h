@@ -5,9 +5,9 @@
 //
 // Even and odd announcements have separate packets, with this layout on each rank: [ranks][1 + choice_packets] a head
 // and choices, [ranks][weight_packets] weights. Every announcement sends all packets of its parity, so announcement n +
-// 2 overwrites announcement n. No flag is needed to protect announcement n: rank x makes announcement n + 2 after it
-// has ended dispatch n + 1, for which it needed every rank y's announcement n + 1, which y made after it had ended
-// dispatch n.
+// 2 overwrites announcement n. No flag is needed to protect announcement n. A rank makes announcement n + 2 only after
+// it has ended dispatch n + 1, which needs announcement n + 1 of every rank. Every rank makes announcement n + 1 only
+// after it has ended dispatch n.
 #pragma once
 
 #include "experts/choices.h"
@@ -16,8 +16,9 @@ namespace proxyccl {
 
 class Announcement {
  public:
-  // Announcements are numbered from 1, and a flag is the number's low 32 bits. Flag 1 << 31 replaces flag 0, because
-  // zeroed memory holds 0. The only other announcement with flag 1 << 31 is 2^31 announcements away.
+  // Announcements are numbered from 1. The flag of a packet is the low 32 bits of its announcement's number. If these
+  // bits are 0, the flag is 1 << 31 instead, because zeroed memory holds 0. The nearest other announcement with flag 1
+  // << 31 is 2^31 announcements away.
   PROXYCCL_DEVICE Announcement(const ProxycclExperts& experts, uint64_t number)
       : e_(experts),
         flag_(static_cast<uint32_t>(number) != 0 ? static_cast<uint32_t>(number) : 1u << 31),
@@ -28,7 +29,7 @@ class Announcement {
   PROXYCCL_DEVICE uint32_t outputBuffer(uint32_t source) const { return heads()[source] >> 16 & 0xffff; }
   PROXYCCL_DEVICE uint32_t wantedTokens(uint32_t source) const { return static_cast<uint32_t>(heads()[source] >> 32); }
 
-  // Waits for the packet that carries a slot's value, and returns the value.
+  // Waits for the packet that carries a slot's weight or ProxycclExpertChoice, and returns this value.
   PROXYCCL_DEVICE uint64_t carried(uint32_t source, uint32_t slot) const {
     const uint32_t each = sizeof(LL16Packet::Payload) / e_.weight_bytes;
     return awaitPacket(source, front() + slot / each) >> slot % each * 8 * e_.weight_bytes;

@@ -1,5 +1,6 @@
-// Announcements for dispatches that send a token at most once to each rank: for each rank they carry a mask, in which a
-// token's bit is set if the token goes to the rank. A row's position is the number of set bits before its token's bit.
+// Announcements as masks, for dispatches that send a token at most once to each rank. An announcement carries one mask
+// per destination rank, in which a token's bit is set if the token goes to that rank. A row's position is the number of
+// set bits before its token's bit.
 //
 // A rank's choices begin with one packet for each block that announces. The packet holds the number of the first slot
 // in the block's share whose id is out of range, or ~0 if there is none. The masks follow these packets: for each rank,
@@ -10,9 +11,9 @@
 
 namespace proxyccl {
 
-// With few tokens (kShared is false), block 0 announces all of them, and every block computes its own rank's masks.
-// With many tokens, each block announces a share of them, and receives its own rank's masks in packets, as it does
-// other ranks' masks.
+// With few tokens (kShared is false), block 0 announces all tokens of its rank, and every block computes its own rank's
+// masks. With many tokens, each block announces a share of the rank's tokens, and receives the masks of all ranks, its
+// own rank included, in packets.
 template <bool kShared>
 class MaskAnnouncement : public Announcement {
  public:
@@ -26,8 +27,8 @@ class MaskAnnouncement : public Announcement {
     for (uint32_t i = threadIdx.x; i < e_.world_size; i += blockDim.x) badSlots()[i] = ~0u;
   }
 
-  // Called by the block: reads the choices of this rank's tokens or, if kShared, of the block's share of them. The
-  // block may use these choices after the next barrier.
+  // Called by the block: reads the choices of this rank's tokens or, if kShared, of the block's share of these tokens.
+  // The block may use these choices after the next barrier.
   PROXYCCL_DEVICE void collect(const ProxycclDispatch& call) const {
     if (threadIdx.x == 0) heads()[e_.rank] = headOf(call);
     const Choices choices(e_, call);
@@ -99,9 +100,9 @@ class MaskAnnouncement : public Announcement {
                 others, [](uint32_t) { return 0; });
   }
 
-  // Called by `threads` threads: waits for all ranks' masks, but not for this rank's own masks if the block has
-  // collected them all. The block may read the ranks' choices after its next barrier or, if kShared, after sumUp() and
-  // another barrier. Returns false to a thread whose packets did not arrive.
+  // Called by `threads` threads: waits for the masks of all ranks, except this rank's own masks if collect() has read
+  // the choices of all tokens of this rank. The block may read the ranks' choices after its next barrier or, if
+  // kShared, after sumUp() and another barrier. Returns false to a thread whose packets did not arrive.
   PROXYCCL_DEVICE bool await(bool has_collected, uint32_t thread, uint32_t threads) const {
     const uint32_t known = has_collected && !kShared ? e_.rank : PROXYCCL_NO_PEER;
     return awaitAllBut(known, thread, threads, [&](uint32_t source, uint32_t packet, uint64_t payload) {

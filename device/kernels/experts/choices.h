@@ -1,4 +1,5 @@
-// The choice of each slot of the caller's tokens, as dispatches count it: an expert or, with one row per rank, a rank.
+// Reads the choice of each slot of the caller's tokens. A choice is an expert or, if a token has one row per rank, a
+// rank.
 #pragma once
 
 #include "experts/expert_team.h"
@@ -20,7 +21,7 @@ PROXYCCL_DEVICE void storeRaw(char* to, uint64_t element, uint32_t bytes) {
   }
 }
 
-// Returns whether an id that names none of the `experts` experts drops its slot, according to `dropping_ids`.
+// Returns whether an id outside [0, experts) drops its slot without an error, according to `dropping_ids`.
 PROXYCCL_DEVICE bool dropsSlot(uint32_t dropping_ids, int64_t id, int64_t experts) {
   return (id == -1 && dropping_ids & PROXYCCL_MINUS_ONE_DROPS) ||
          (id == experts && dropping_ids & PROXYCCL_NUMBER_DROPS);
@@ -30,8 +31,8 @@ class Choices {
  public:
   PROXYCCL_DEVICE Choices(const ProxycclExperts& experts, const ProxycclDispatch& call) : e_(experts), call_(call) {}
 
-  // Returns whether tokens have one row per rank, so that ids are turned into ranks. A repeated dispatch reads ids that
-  // the original dispatch has already turned into ranks.
+  // Returns whether expert ids must be turned into ranks. This is true if tokens have one row per rank, except in a
+  // repeated dispatch, which reads ids that the original dispatch has already turned into ranks.
   PROXYCCL_DEVICE bool byRank() const { return e_.chosen_per_rank != 0 && call_.redispatch == 0; }
 
   // Returns a slot's target: its expert or, if byRank(), the expert's rank. Returns the number of experts or ranks if
@@ -47,15 +48,16 @@ class Choices {
     return static_cast<int32_t>(byRank() ? static_cast<uint32_t>(expert) / of_rank : static_cast<uint32_t>(expert));
   }
 
-  // Returns the id under which a slot is counted: its target. If byRank(), only the first of a token's slots with the
-  // same rank is counted; for a later slot, id() returns the id that drops a slot.
+  // Returns the id under which a slot is counted, which is the slot's target. If byRank(), only the first of a token's
+  // slots with the same rank is counted; for a later slot, id() returns the id that drops a slot.
   PROXYCCL_DEVICE int32_t id(uint32_t slot) const {
     const int32_t none = static_cast<int32_t>(e_.world_size), found = target(slot);
     if (!byRank() || found < 0 || found == none) return found;
     return isFirst(slot, static_cast<uint32_t>(found)) ? found : none;
   }
 
-  // Returns whether test(rank) is true for the rank of any of a token's slots; invalid in a repeated dispatch.
+  // Returns whether test(rank) is true for the rank of any of a token's slots. Must not be called in a repeated
+  // dispatch.
   template <class Test>
   PROXYCCL_DEVICE bool anyRank(uint32_t token, Test test) const {
     const uint32_t per_rank = byRank() ? e_.chosen_per_rank : e_.experts_per_rank;
@@ -72,7 +74,8 @@ class Choices {
     return found;
   }
 
-  // Returns whether each slot is sent with weight_bytes bytes: its weight or, if byRank(), its ProxycclExpertChoice.
+  // Returns whether each slot carries a value of weight_bytes bytes: the slot's weight or, if byRank(), its
+  // ProxycclExpertChoice.
   PROXYCCL_DEVICE bool areCarried() const { return byRank() || call_.weights != nullptr; }
   PROXYCCL_DEVICE uint64_t carried(uint32_t slot) const {
     if (!byRank()) return loadRaw(call_.weights + static_cast<uint64_t>(slot) * e_.weight_bytes, e_.weight_bytes);
@@ -87,7 +90,7 @@ class Choices {
     uint32_t rank;  // the expert's rank; world_size if the id names no expert
     bool is_first;  // whether this is the token's first slot with that rank
   };
-  // Calls body(slot) for each slot of a token, if byRank() and there are at most PROXYCCL_MASKED_RANKS ranks.
+  // Calls body(slot) for each slot of a token. Requires byRank() and at most PROXYCCL_MASKED_RANKS ranks.
   template <class Body>
   PROXYCCL_DEVICE void forEachSlot(uint32_t token, Body body) const {
     const uint32_t experts = e_.world_size * e_.chosen_per_rank, first = token * e_.topk;

@@ -13,7 +13,7 @@
 //
 // If ranks have output buffers, rows in such a buffer are not sent: the token's rank loads them from the buffer. Each
 // rank announces with a flag in which buffer its rows are, and ends the combine only when the other ranks have loaded
-// them.
+// these rows.
 #pragma once
 
 #include "experts/expert_team.h"
@@ -186,8 +186,8 @@ class Combine {
     __syncthreads();
   }
 
-  // Called by every group: processes items of one stage until none is left. The stages list an item's rows differently,
-  // but share the code that sums them, because this code is long.
+  // Called by every group: processes items of one stage until no item is left. The stages list an item's rows
+  // differently, but share the code that sums these rows, because this code is long.
   PROXYCCL_DEVICE void run(CombineStage stage, const Group& group, uint32_t* next_item) const {
     const uint32_t ranks = team_->world_size, most = team_.mostItems();
     const uint32_t sources = stage == CombineStage::send ? ranks : stage == CombineStage::sum_node ? team_->nodes : 1;
@@ -231,13 +231,14 @@ class Combine {
     }
   }
 
-  // Called by the block after it has sent its rows: raises the block's flag on every rank of the node, by one release
-  // for all rows, because a release waits for all stores in flight.
+  // Called by the block after it has sent its rows: raises the block's flag on every rank of the node. A single release
+  // covers all rows, because each release waits for all stores in flight.
   PROXYCCL_DEVICE void raiseReturned() const {
     syncThreadsSystem();
     if (threadIdx.x < team_->local_size) team_.raise(threadIdx.x, team_.returned(team_->local_rank, block_), number_);
   }
-  // Called by the block: waits until all ranks of the node have sent their rows, or announced them as loadable.
+  // Called by the block: waits until all ranks of the node have sent their rows, or have announced that their rows can
+  // be loaded.
   PROXYCCL_DEVICE void awaitSenders() const {
     if (threadIdx.x < team_->local_size) {
       const uint32_t l = threadIdx.x, rank = team_.nearRank(l);
@@ -270,8 +271,8 @@ class Combine {
       team_.await(team_.summed(threadIdx.x, block_), number_, team_.nearRank(threadIdx.x));
   }
 
-  // Called by a group when no item is left. In the last block of a batch, the last group has acquired the sums of all
-  // other groups, and posts the batch's sums.
+  // Called by a group when no item is left. The last caller among all groups of all blocks of a batch posts the batch's
+  // sums to the other nodes, because this caller has acquired the sums of all other groups.
   PROXYCCL_DEVICE void post(const Group& group, uint32_t* finished) const {
     if (team_->nodes == 1 || group.lane != 0) return;
     if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != Group::count()) return;
@@ -328,8 +329,8 @@ class Combine {
     __shared__ uint32_t buffers[PROXYCCL_MAX_EXPERT_RANKS];
     return buffers;
   }
-  // A slot's row: `local` is the number, within this node, of the rank that has the row, and `row` the row's number on
-  // that rank. `row` is PROXYCCL_NO_ROW if this rank neither has the row nor can load it.
+  // The location of a slot's row: `local` is the number, within this node, of the rank that has the row, and `row` the
+  // row's number on that rank. `row` is PROXYCCL_NO_ROW if this rank neither has the row nor can load it.
   struct SlotRow {
     uint32_t local;
     int32_t row;
@@ -367,8 +368,8 @@ class Combine {
     return call_.layout.places + static_cast<uint64_t>(source) * team_->max_tokens;
   }
   // Returns the offset, in the workspace of the rank that sums, of the row that rank `from` of the node sends for slot
-  // k of the source's token i in this segment. A token has room for one row per slot or, if by_rank_, per rank of the
-  // node.
+  // k of the source's token i in this segment. Each token has memory for one row per slot or, if by_rank_, per rank of
+  // the node.
   PROXYCCL_DEVICE uint64_t slotRow(uint32_t source, uint32_t i, uint32_t k, uint32_t from) const {
     const uint32_t places = by_rank_ ? team_->local_size : topk_;
     const uint64_t segment = places * team_->return_segment_bytes;
@@ -377,8 +378,8 @@ class Combine {
                               : team_->return_rails + team_.nodeOf(source) * team_->blocks * segment;
     return area + block_ * segment + (i * places + (by_rank_ ? from : k)) * stride_;
   }
-  // Returns a piece's copy of the row's weight. The copies follow the row; each piece has one, because different groups
-  // write the pieces.
+  // Returns a reference to a piece's copy of the row's weight. Each piece has a copy after the row's data, because
+  // different groups write the pieces.
   PROXYCCL_DEVICE float& weightOf(char* row, uint32_t piece) const {
     return reinterpret_cast<float*>(row + rowStride(row_bytes_))[piece];
   }
@@ -511,9 +512,9 @@ class Combine {
     const bool exists = static_cast<uint64_t>(id) < static_cast<uint64_t>(per_rank) * team_->world_size;
     return exists ? static_cast<uint32_t>(id) / per_rank : team_->world_size;
   }
-  // Called by one thread: returns the slot whose row is added at position k. Without order_ids this is k. With
-  // order_ids, if k is the last of the token's slots with the same rank, returns the first of them; otherwise returns
-  // topk, which stands for no row.
+  // Called by one thread: returns the slot whose row is added at position k. Without order_ids, returns k. With
+  // order_ids, returns topk (no row) unless slot k is the token's last slot for its rank, and then returns the token's
+  // first slot for that rank.
   PROXYCCL_DEVICE uint32_t slotInOrder(uint64_t token, uint32_t k) const {
     if (call_.order_ids == nullptr) return k;
     const uint32_t rank = orderedRank(token, k);

@@ -1,6 +1,6 @@
-// MoE dispatch: a token's row is sent once to every rank of the sender's node, and once to every other node, that has
-// one of the token's experts. The receiver copies the row to its experts' rows; with output buffers the sender stores
-// it directly in those rows.
+// MoE dispatch. A token's row is sent once to every rank of the sender's node that has one of the token's experts, and
+// once to every other node that has one. The receiver copies the row to one output row for each of its experts that the
+// token chose. With output buffers, the sender stores the row directly in those output rows.
 //
 // A rank counts its own slots by expert, segment by segment, and sends the counts to all ranks. From the counts of all
 // ranks each rank computes the row of every slot whose expert it has, while rows are already in flight. If tokens are
@@ -54,7 +54,7 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
       if (!receives) syncThreadsSystem();
       if (group.number == Group::count() - 1) dispatch.publishSent(group);
     }
-    // One thread makes all stores to host memory, which delay only this thread's group.
+    // A single thread makes all stores to host memory, so that only this thread's group waits for these slow stores.
     if (gathers && complete && blockIdx.x == 0 && threadIdx.x == 0) dispatch.publishReceivedRows(gathered);
     if (!complete) dispatch.giveUp();
     if (!receives || !complete) return;

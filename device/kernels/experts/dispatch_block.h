@@ -17,10 +17,11 @@ constexpr bool kIsSame = false;
 template <class T>
 constexpr bool kIsSame<T, T> = true;
 
-// The variant of a dispatch kernel. A is the class of the kernel's announcement, or `Announcement` if the kernel sends
-// counts; announcements need a single node. T is the type of the elements that the kernel converts to float8 in output
-// buffers, or uint8_t if it stores rows unchanged. A kernel with kOnlyStores has less code, because it serves only
-// dispatches that one launch completes and whose rows go to output buffers.
+// The template parameters of a dispatch kernel. A is the class by which the kernel announces choices, on one node only,
+// or the base class `Announcement` if the kernel sends counts. T is the element type of rows that the kernel converts
+// to float8 while it stores the rows in output buffers, or uint8_t if the kernel stores rows unchanged. kOnlyStores
+// selects a kernel with less code, which serves only dispatches that one launch completes and whose rows go to output
+// buffers.
 template <class A, class T, bool kOnlyStores = false>
 struct DispatchMode {
   using Announces = A;
@@ -179,12 +180,13 @@ class Dispatch {
     constexpr uint32_t kBoth = PROXYCCL_EXPERT_SEND | PROXYCCL_EXPERT_RECEIVE;
     return kOnlyStores || (kMasks && storesRows() && (call_.phases & kBoth) == kBoth);
   }
-  // Returns whether one kernel both counts and stores rows, in a dispatch by counts. If so, the last block reports the
-  // counts to the CPU, otherwise block 0.
+  // Returns whether one kernel both counts and stores rows, in a dispatch by counts. If true, the last block reports
+  // the counts to the CPU; if false, block 0 reports the counts.
   PROXYCCL_DEVICE bool storesCounted() const {
     return !kAnnounced && storesRows() && call_.phases & PROXYCCL_EXPERT_SEND && movesRows();
   }
-  // Called by the block after its announcement of masks (storeMaskedRows) or counts (storeCountedRows): does the rest.
+  // Called by the block after it has announced masks (storeMaskedRows) or sent counts (storeCountedRows): executes the
+  // rest of the dispatch.
   PROXYCCL_DEVICE void storeMaskedRows(const Group& group, uint32_t* next_item) const {
     if constexpr (kSharedMasks) {
       storeManyRows(group);
@@ -200,8 +202,8 @@ class Dispatch {
       team_.awaitSent(source, segment_, number_, kAllItems);
   }
 
-  // Returns whether a call ends with a signal to the other ranks that it has read its slabs; otherwise the next call
-  // begins with this signal.
+  // Returns whether a call ends by signalling to the other ranks that this rank has read its slabs. If false, the next
+  // call begins with this signal.
   static PROXYCCL_DEVICE constexpr bool acknowledges() { return !kAnnounced || kSharedMasks; }
   // Called by the block after it has received its rows: allows the node's ranks to write the slabs again.
   PROXYCCL_DEVICE void acknowledge() const {
@@ -225,9 +227,9 @@ class Dispatch {
   }
 
  private:
-  // For each expert, numbers the segment's slots that chose it, stores these numbers, and counts the slots. The
-  // function handles tiles of slots, with one bit per expert and slot: a slot's number in its tile is the number of set
-  // bits of its expert before the slot's own bit.
+  // For each expert, counts the segment's slots that chose the expert, and stores the number of each slot among the
+  // slots of its expert. The function handles tiles of slots, with one bit per expert and slot: a slot's number in its
+  // tile is the number of set bits of its expert before the slot's own bit.
   PROXYCCL_DEVICE void countSlots(uint32_t n, uint32_t* counts) const;
   // Called by the block if tokens have one row per rank: of a token's slots with the same target, keeps only the first.
   PROXYCCL_DEVICE void dropLaterTargets() const;
@@ -310,8 +312,8 @@ class Dispatch {
   }
   static constexpr uint32_t kSlotsOfBlock =
       1024;  // writing the entries of 2048 slots takes as long as storing the rows of 128 tokens
-  // Implement describeSlots(): by counts, a block describes its own slots; by masks, `threads` threads describe the
-  // slots of all blocks.
+  // The two implementations of describeSlots(). In a dispatch by counts, each block describes its own slots. In a
+  // dispatch by masks, `threads` threads describe the slots of all blocks.
   PROXYCCL_DEVICE void describeCounted() const;
   PROXYCCL_DEVICE void describeMasked(uint32_t thread, uint32_t threads) const;
   // Called by `threads` threads, in a dispatch by masks: writes the layout's entries of this rank's tokens.
@@ -325,7 +327,8 @@ class Dispatch {
     float weight;
   };
   PROXYCCL_DEVICE void describeSlot(uint32_t source, uint64_t token, uint32_t k, const OwnChoice& own) const;
-  // Returns describeSlot()'s `own` in a dispatch by counts. `first` is the segment's first row on this rank.
+  // Returns the argument `own` of describeSlot() for slot k, in a dispatch by counts. `first` is the segment's first
+  // row on this rank.
   template <class SlotOf>
   PROXYCCL_DEVICE OwnChoice findOwnChoice(uint32_t k, uint32_t first, uint64_t carried, SlotOf slotOf) const;
   // Called by a group: stores an item (a piece of a token's row, with its scales) to each rank and row that find(i,
@@ -339,8 +342,9 @@ class Dispatch {
   // Finds the i-th rank after this one (i < world_size), and the row that one of this rank's tokens has on the found
   // rank. Returns false if the found rank has no row of the token.
   PROXYCCL_DEVICE bool findMasked(uint32_t token, uint32_t i, uint32_t* rank, int32_t* row) const;
-  // The number of words of rows that a thread loads while it waits for announcements: the wait takes about as long as
-  // these loads. A group's words hold half a row of 14 KiB, so that each group has at most one piece of 128 such rows.
+  // The number of 16-byte words of a row that a thread loads while the block waits for announcements; these loads take
+  // about as long as the wait. A group's words hold half a row of 14 KiB. In a dispatch of 128 such rows, each group
+  // then has at most one half row to store.
   static constexpr uint32_t kHeldWords = PROXYCCL_ON_HOST ? 64 : 14;
   PROXYCCL_DEVICE bool holdsRows() const {
     const uint64_t misaligned = reinterpret_cast<uintptr_t>(call_.input) | call_.row_bytes;
@@ -398,7 +402,7 @@ class Dispatch {
   template <class RowsOf>
   PROXYCCL_DEVICE void writeTotals(const Group& group, uint32_t rows, RowsOf rowsOf) const;
 
-  // gather() for dispatches by announcements, in which prepareReceive() does nothing.
+  // The implementations of gather() for dispatches by ids and by masks, in which prepareReceive() does nothing.
   PROXYCCL_DEVICE bool awaitIds(Gathered* gathered) const;
   PROXYCCL_DEVICE bool awaitMasks(Gathered* gathered) const;
   // Computes the position of each slot in this block's segments: the number of earlier slots of its segment with the
@@ -435,8 +439,8 @@ class Dispatch {
   PROXYCCL_DEVICE void writeIdCounts(const Group& group, uint32_t rows) const;
   PROXYCCL_DEVICE void writeMaskCounts(const Group& group, uint32_t rows) const;
 
-  // Called by a group: writes item number `round` of a part, if the part has it, to every rank that needs the item, and
-  // raises the part's flag on those ranks.
+  // Called by a group: writes item number `round` of a part, if the part has this item, to every rank that needs the
+  // item, and raises the part's flag on those ranks.
   PROXYCCL_DEVICE void sendItem(const Group& group, uint32_t part, uint32_t round) const;
 
   // Called by a group of each block: the first block of a batch waits for the batch's message from this rank's
@@ -586,7 +590,9 @@ class Dispatch {
     return *reinterpret_cast<const ProxycclExpertSegment*>(slabOf(source) + team_.routingAt(block));
   }
 
-  // -- the layout --- Writes the id of a slot of this block's tokens; an id that is out of range drops its slot.
+  // -- the layout ---
+
+  // Writes the id of a slot of this block's tokens; an id that is out of range drops its slot.
   PROXYCCL_DEVICE void writeId(uint32_t slot, int32_t id) const {
     const uint32_t experts = team_.experts();
     idsOf(team_->node, own_.begin)[slot] = static_cast<uint32_t>(id) < experts ? id : static_cast<int32_t>(experts);
@@ -623,8 +629,9 @@ class Dispatch {
     const uint32_t n = 2 * team_.experts();
     return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(segment_) * n;
   }
-  // If tokens have one row per rank, returns the reporting block's counters of the slots that chose each of this rank's
-  // experts. The counters follow the bases, which are few if tokens have one row per rank.
+  // Returns an array with one counter for each of this rank's experts: the number of slots that chose the expert. Only
+  // the block that reports to the CPU counts, and only if tokens have one row per rank. The array follows bases(),
+  // which is short if tokens have one row per rank.
   PROXYCCL_DEVICE uint32_t* chosen() const { return bases() + 2 * team_.experts(); }
   PROXYCCL_DEVICE uint32_t countersUsed() const { return 2 * team_.experts() + team_->chosen_per_rank; }
   static constexpr uint32_t kStoredPiecesLog2 = 1,
@@ -637,11 +644,12 @@ class Dispatch {
   }
 
   // -- rows on their way ---
+
   // Returns the inbox of rank `local` of the node for rows from rank `source_local`. In a dispatch by announcements,
-  // odd and even announcements have separate inboxes. A rank writes the rows of announcement n + 2 after it has
-  // received announcement n + 1 of every rank, which a rank makes after it has read the rows of announcement n
-  // (awaitPreviousReaders()). A repeated dispatch uses the inbox of the last announcement, and waits until all ranks
-  // have read that inbox. In a dispatch by counts, there are `kept_calls` inboxes.
+  // odd and even announcements have separate inboxes. A rank writes the rows of announcement n + 2 only after it has
+  // received announcement n + 1 of every rank. Every rank makes announcement n + 1 only after it has read the rows of
+  // announcement n (awaitPreviousReaders()). A repeated dispatch uses the inbox of the last announcement, and waits
+  // until all ranks have read that inbox. In a dispatch by counts, there are `kept_calls` inboxes.
   PROXYCCL_DEVICE char* inbox(uint32_t local, uint32_t source_local) const {
     return team_.inbox(inbox_, local, source_local);
   }

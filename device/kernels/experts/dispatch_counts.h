@@ -102,7 +102,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::dropLaterTargets() const {
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::countSlots(uint32_t n, uint32_t* counts) const {
-  __shared__ uint16_t before[kScratch];  // for each word of bits, the number of the expert's bits before it
+  __shared__ uint16_t before[kScratch];  // for each word of bits, the number of the expert's bits before this word
   uint32_t* bits = scratch();
   const uint32_t experts = team_.experts();
   const uint32_t some = experts < kScratch ? experts : kScratch, words = kScratch / some;
@@ -184,7 +184,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::awaitRouting() const {
   const uint32_t segments = team_->segments;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < team_->world_size * segments; i += blockDim.x)
-    if (isNear(i / segments) || i % segments == 0)  // a whole routing arrives from another node at once
+    if (isNear(i / segments) || i % segments == 0)  // another node's routing raises only flag 0
       team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
   __syncthreads();
 }
@@ -246,7 +246,7 @@ PROXYCCL_DEVICE uint32_t Dispatch<Mode>::placeRows(uint32_t* first, const uint32
       first[i] = row + before[i];
       row += slots;
     }
-    const uint32_t came = row - e * room, kept = came < room ? came : room;  // see rowOf()
+    const uint32_t came = row - e * room, kept = came < room ? came : room;  // rows beyond the room are dropped
     atomicAdd(&rows, kept);
     if (blockIdx.x == 0) call_.layout.expert_rows[e] = static_cast<int32_t>(kept);
   }
@@ -270,11 +270,11 @@ PROXYCCL_DEVICE void Dispatch<Mode>::alignExperts(uint32_t* rows) const {
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::prepareReceive(uint32_t rows) const {
-  if (kAnnounced && !call_.redispatch) return;  // done by gather()
+  if (kAnnounced && !call_.redispatch) return;  // gather() has set the segments and the range
   setSegments(threadIdx.x, blockDim.x);
   Range& range = ownRows();
   if (threadIdx.x == 0) range = {0, rows};
-  syncThreadsSystem();  // as in awaitIds()
+  syncThreadsSystem();  // this barrier also orders the stores of the block's sent rows before publishSent()
   if (call_.scatter == nullptr || call_.redispatch) return;
   const uint32_t before = team_->rank * team_->experts_per_rank, n = team_->world_size * team_->segments;
   uint32_t own = 0;
@@ -291,8 +291,7 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::publishReceivedRows(const Gathered& gathered) const {
   ProxycclReceivedRows* to = team_->received_rows;
   storeRelaxedSystem(&to->rows, gathered.rows);
-  if (gathered.bad_rank != PROXYCCL_NO_PEER) {  // later dispatches do not reset bad_rank, because the CPU may read it
-                                                // later
+  if (gathered.bad_rank != PROXYCCL_NO_PEER) {  // no dispatch resets bad_rank, because the CPU may read bad_rank late
     storeRelaxedSystem(&to->bad_slot, gathered.bad_slot);
     storeRelaxedSystem(&to->bad_rank, gathered.bad_rank);
   }
@@ -307,7 +306,7 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::writeCounts(uint32_t rows) const {
   __shared__ uint32_t most;
   const uint32_t experts = team_.experts(), ranks = team_->world_size;
-  __syncthreads();  // after this barrier, all threads have read the sources
+  __syncthreads();  // after this barrier, all threads have read the sources' token counts
   if (threadIdx.x == 0) most = 0;
   __syncthreads();
   // The array of the sources' token counts, which have been read, is reused for the number of rows of each rank.

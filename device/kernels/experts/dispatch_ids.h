@@ -26,7 +26,8 @@ PROXYCCL_DEVICE bool Dispatch<Mode>::awaitIds(Gathered* gathered) const {
     if (expert - own >= per_rank) return;
     const uint32_t i = (expert - own) * ranks + source;
     atomicAdd(&first[i], 1u);
-    // The segment's first token is computed again: another thread stores it, and no barrier has followed that store.
+    // The segment's first token is computed here, not loaded, because no barrier has followed the other thread's store
+    // of this number.
     if (slot < announced_.tokens(source) * segment_ / team_->segments * topk_) atomicAdd(&before[i], 1u);
   });
   if (call_.scatter != nullptr && rows_before != 0) atomicAdd(&ownRows().first, rows_before);

@@ -11,7 +11,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::receive(const Group& group, uint32_t* next_
   if (crossesNodes() && group.number == Group::count() - 1 && movesRows()) forwardRows(group);
   const uint32_t ranks = team_->world_size;
   // In a dispatch by announcements, groups without a row to copy write the layout's tables. The table of counts is the
-  // first task, before the rows, because it keeps one group busy longest; the other tables come after the rows.
+  // first task, before the rows, because this task keeps one group busy longest; the other tables come after the rows.
   const bool describes = describesApart(), counts = kAnnounced && describes;
   const uint32_t most = team_.mostItems();
   const uint32_t copies = (movesRows() && !storesRows()) || !describes ? most * ranks : 0;

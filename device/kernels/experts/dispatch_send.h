@@ -1,5 +1,5 @@
-// The sending part of a dispatch: writes a token's row once to every rank of this node, and once to every other node,
-// that has one of the token's experts.
+// The sending part of a dispatch: writes a token's row once to every rank of this node that has one of the token's
+// experts, and once to every other node that has one.
 #pragma once
 
 #include "experts/dispatch_block.h"
@@ -40,7 +40,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::sendItem(const Group& group, uint32_t part,
   const uint32_t i = segment.tokenOf(item);
   const uint64_t token = segment.begin + i;
   const bool own = at == segment_ && !onlySends();
-  // The destination of a slot's row: a rank of this node, by its number in the node, or another node, plus kOtherNode.
+  // A slot's row goes to a rank of this node or to another node. The destination is the rank's number within this node,
+  // or the other node's number with the bit kOtherNode set.
   constexpr int32_t kOtherNode = 1 << 16;
 #pragma unroll 1
   for (uint32_t k = group.lane; k < topk_; k += kGroupLanes) {

@@ -153,8 +153,8 @@ struct Segment {
     const uint32_t begin = source_tokens * number / segments;
     Segment segment = {begin, source_tokens * (number + 1) / segments - begin, 0};
 #if !PROXYCCL_ON_HOST
-    // All ranks must compute the same number of pieces, so it depends only on the source's number of tokens, which all
-    // ranks know.
+    // All ranks must compute the same number of pieces, so this number depends only on the source's number of tokens,
+    // which all ranks know.
     const uint32_t most = longest(source_tokens, segments);
     while (segment.pieces() < kMaxPieces && most * segment.pieces() < 2 * Group::count()) ++segment.pieces_log2;
 #endif
@@ -206,8 +206,8 @@ class ExpertTeam {
   PROXYCCL_DEVICE const ProxycclExperts& operator*() const { return e_; }
 
   PROXYCCL_DEVICE uint32_t experts() const { return e_.world_size * e_.experts_per_rank; }
-  // Called by the block, before anything else: copies values that are read for every row to shared memory, because an
-  // acquire invalidates a GPU's cache of device memory.
+  // Called by the block, before anything else: copies values that are read for every row to shared memory, because
+  // every acquire invalidates the multiprocessor's L1 cache.
   PROXYCCL_DEVICE void loadLookup() const {
     Lookup& lookup = ExpertTeam::lookup();
     // The last threads copy the values, because the first threads usually wait for other loads.
@@ -264,7 +264,7 @@ class ExpertTeam {
     return (e_.segments < e_.blocks ? e_.blocks - e_.segments : e_.blocks) * Group::count();
   }
 
-  // `buffer` is 1 for the first output buffer.
+  // Returns the address of an output buffer of a rank of the node. Buffers are numbered from 1.
   PROXYCCL_DEVICE char* outputOf(uint32_t local, uint32_t buffer) const {
     return peer(local) + e_.outputs + (buffer - 1) * e_.output_bytes;
   }
@@ -307,7 +307,8 @@ class ExpertTeam {
   PROXYCCL_DEVICE void raise(uint32_t local, uint64_t flag, uint64_t value) const {
     storeReleaseSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
   }
-  // Raises a flag that must follow only the block's loads and the stores of earlier kernels.
+  // Raises a flag by storeReleaseLoadsSystem(), which orders only the block's earlier loads and the stores of earlier
+  // kernels before the flag.
   PROXYCCL_DEVICE void raiseBehindLoads(uint32_t local, uint64_t flag, uint64_t value) const {
     storeReleaseLoadsSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
   }
@@ -319,7 +320,9 @@ class ExpertTeam {
   }
 
   // -- transfers to other nodes; a layer on several nodes has one segment per block ---
-  // Returns a variable in shared memory, for the batch (batchOf()) of this block's segment of a source.
+
+  // Returns the variable in shared memory in which the caller keeps the batch (batchOf()) that contains this block's
+  // segment of a source.
   static PROXYCCL_DEVICE Batch& batchFrom(uint32_t source) {
     __shared__ Batch batches[PROXYCCL_MAX_EXPERT_RANKS];
     return batches[source];
@@ -335,8 +338,8 @@ class ExpertTeam {
     return {first, end, begin, source_tokens * end / segments - begin};
   }
   // Called by one thread of each of `blocks` blocks when the block's part of a message is stored. Returns whether the
-  // block is the last to call it. The last block has acquired the parts of all other blocks, and the proxy sees these
-  // parts after a later post by the last block.
+  // block is the last to call completes(). The last block has acquired the parts of all other blocks, and the proxy
+  // sees these parts after a later post by the last block.
   PROXYCCL_DEVICE bool completes(uint32_t* arrivals, uint32_t blocks) const {
     if (fetchAddAcqRelDevice<uint32_t>(arrivals, 1) + 1 != blocks) return false;
     storeRelaxedDevice<uint32_t>(arrivals, 0);
@@ -375,7 +378,8 @@ class ExpertTeam {
   const ProxycclExperts& e_;
 };
 
-// Returns the number of rows in a batch whose tokens' rows have the positions `places`; a token may have no row.
+// Returns the number of rows in a batch. `places` has the position of each token's row in the batch, or PROXYCCL_NO_ROW
+// for a token without a row.
 PROXYCCL_DEVICE uint64_t rowsPlaced(const int32_t* places, uint32_t tokens) {
   for (uint32_t i = tokens; i > 0; --i)
     if (places[i - 1] != PROXYCCL_NO_ROW) return places[i - 1] + 1;

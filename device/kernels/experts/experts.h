@@ -1,11 +1,11 @@
 /* Structs that the host fills in for the expert-parallel kernels: a layer's sizes and memory, and one call's arguments.
  *
  * A slot is one expert choice of one token; a source is a rank whose tokens are sent. Each source's tokens are cut into
- * segments of consecutive tokens. Block b of every rank handles segment b of every source, so a block waits for other
- * blocks only because of the counts and, between nodes, because of messages with several segments (batches). In a large
- * dispatch there are fewer segments than blocks, and the blocks without a segment only send. In a small dispatch, ranks
- * announce their choices to all ranks (experts/announcement.h) instead of counts, and every block counts the choices
- * itself.
+ * segments of consecutive tokens. Block b of every rank handles segment b of every source, so a block waits for blocks
+ * with other numbers only for the counts and, between nodes, for messages that hold several segments (batches). In a
+ * large dispatch there are fewer segments than blocks, and the blocks without a segment only send. In a small dispatch,
+ * ranks announce their choices to all ranks (experts/announcement.h) instead of counts, and every block counts the
+ * choices itself.
  *
  * Every rank has a workspace, which has the same layout on all ranks and which all ranks of the node map. A workspace
  * holds flags (8-byte words that peers store and the owner polls) and slabs. A slab holds the data of one source for
@@ -49,7 +49,7 @@ enum {
   PROXYCCL_IDS_PER_PACKET = 4,
   PROXYCCL_MASKED_RANKS = 64,         /* maximum number of ranks whose choices are announced as masks */
   PROXYCCL_ANNOUNCED_PAYLOADS = 2304, /* 8-byte payloads (heads and choices of all ranks) that a block can keep */
-  PROXYCCL_SUMMED_WORDS = 16,         /* the bits of this many words of a mask are counted together */
+  PROXYCCL_SUMMED_WORDS = 16,         /* a mask has one partial count of bits for this many words */
   PROXYCCL_KEPT_TARGETS = 4096,       /* while a block counts slots, it keeps the targets of up to this many slots */
   PROXYCCL_CACHED_ROWS = 2048,        /* maximum number of slots of a block whose rows a combine looks up in advance */
   PROXYCCL_EXPERT_COUNTERS =
@@ -95,7 +95,7 @@ typedef struct ProxycclExpertChoice {
   float weight;
 } ProxycclExpertChoice;
 
-/* What a dispatch reports to the CPU, in pinned memory, which the CPU reads without waiting for the stream. */
+/* The results that a dispatch reports, in pinned memory, which the CPU reads without waiting for the stream. */
 typedef struct ProxycclReceivedRows {
   uint64_t ticket;    /* number of the dispatch that stored `rows` and `wanted_tokens`; stored after the other fields */
   uint32_t rows;      /* rows that this rank receives */
@@ -129,7 +129,7 @@ typedef struct ProxycclExperts {
   uint32_t local_combine, weight_bytes;
   uint32_t chosen_per_rank;                /* number of experts per rank, if tokens have one row per rank; else 0 */
   uint32_t padded_rows;                    /* maximum number of rows of an expert, if rows are padded; else 0 */
-  uint32_t expert_alignment;               /* each expert's rows begin at a multiple of this, if it is not 0 */
+  uint32_t expert_alignment;               /* each expert's rows begin at a multiple of this number; 0: no alignment */
   uint32_t choice_packets, weight_packets; /* packets of a rank's announcement; 0 if counts are sent instead */
   uint32_t output_buffers, output_rows;    /* number of buffers (the last for a combine's rows), and rows per buffer */
   uint32_t senders;    /* number of blocks that store rows of a large dispatch to peers; 0 if a kernel has one block */
@@ -200,7 +200,7 @@ typedef struct ProxycclDispatch {
   const char* expert_ids;  /* [tokens][topk] of id_bytes each; for a repeated dispatch the layout's ids */
   const char* weights;     /* [tokens][topk], or null; float32 if tokens have one row per rank */
   const int32_t* scatter;  /* [scatter_tokens][topk], or null */
-  uint64_t scatter_tokens; /* the caller's number of all ranks' tokens; a failed rank's data may claim more */
+  uint64_t scatter_tokens; /* the number of tokens of all ranks; a failed rank's data may claim more */
   char* output;            /* [capacity][row_bytes - scale_bytes] */
   char* output_scales;     /* [capacity][scale_bytes] */
   char* output_weights;    /* [capacity] or, if tokens have one row per rank, [capacity][topk]; or null */
@@ -217,7 +217,7 @@ typedef struct ProxycclCombine {
   const float* weights; /* [R], or null */
   /* [tokens][topk], or null: a further factor of each slot's row, only on one node and without local_combine. */
   const float* slot_weights;
-  /* [tokens][hidden] each, or null: arrays with which the sums begin. added[1] is null if added[0] is null. */
+  /* [tokens][hidden] each, or null: arrays that are added first in each sum. added[1] is null if added[0] is null. */
   const char* added[PROXYCCL_ADDED];
   /* [tokens][topk] of id_bytes each, or null: the expert ids of the caller's dispatch. With these ids, the rows that a
    * token has on several ranks are added in the order of the token's last slot for each rank. The ids are used only on

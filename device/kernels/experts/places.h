@@ -3,11 +3,11 @@
 
 #include "experts/choices.h"
 
-// Reads ids[slots], expert ids of 4 or 8 bytes, of which each token has topk. Reads `table`: for each of the experts,
-// and for their end, the index of the expert's first place, then all experts' places. Writes kept[slots]: the place to
-// which the slot's token goes, `dropped` if the slot is dropped or the expert has no place, -2 if the id is out of
-// range. An expert's tokens take turns at its places; different ranks begin with different places. Writes lost[slots]:
-// whether the expert has no place.
+// Reads ids[slots]: topk expert ids per token, each of id_bytes (4 or 8) bytes. Reads `table`, which holds experts + 1
+// indices and then a list of places. The places of expert e in this list begin at the value of index e, and end before
+// the value of index e + 1. Writes kept[slots]: the place to which the slot's token goes, `dropped` if the slot is
+// dropped or the expert has no place, -2 if the id is out of range. An expert's tokens take turns at its places;
+// different ranks begin with different places. Writes lost[slots]: whether the expert has no place.
 extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
     expert_places(const char* ids, const int32_t* table, int32_t* kept, bool* lost, uint32_t slots, uint32_t id_bytes,
                   uint32_t experts, uint32_t topk, uint32_t rank, uint32_t dropping_ids, int32_t dropped) {
