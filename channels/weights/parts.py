@@ -56,6 +56,7 @@ class Part(Message, frozen=True):
 
     @property
     def nbytes(self) -> int:
+        """The total size of the part's elements in bytes."""
         return math.prod(self.shape) * self.itemsize
 
     @property

@@ -28,7 +28,7 @@ typedef struct ProxycclRailsMail {
 
 typedef struct ProxycclRailsOptions {
   const void *options[PROXYCCL_RAILS]; /* a ProxycclVerbsOptions or ProxycclFabricOptions for each rail */
-  uint32_t speeds[PROXYCCL_RAILS];     /* the rails' relative speeds, from 1; a rail's part of a put is proportional */
+  uint32_t speeds[PROXYCCL_RAILS];     /* relative, at least 1: a put is divided in proportion to the speeds */
   uint32_t cut;            /* puts and gets of at least this many bytes are cut into one part for each rail */
   uint64_t mail;           /* address of this rank's ProxycclRailsMail; 0 if a failed rail ends the connection */
   uint64_t mail_keys;      /* local keys of `mail` */
