@@ -55,6 +55,7 @@ class Read(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
+        """The total bytes that the target reads."""
         return int(self.blocks[:, 2].sum()) + sum(cast.nbytes for cast in self.casts)
 
 
