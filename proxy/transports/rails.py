@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +12,6 @@ from msgspec import Struct
 from proxyccl.proxy import _engine
 
 ffi, lib = _engine.ffi, _engine.lib
-_logger = logging.getLogger("proxyccl")
 
 
 class Rail(Struct, frozen=True):
@@ -48,13 +45,15 @@ class RailWatch:
 
     Args:
         status_text: returns a status of the rails' transport in words.
+        warn: issues a warning with a text in the rank's process; must not wait.
         name: prefix of the thread's name.
     """
 
     PERIOD = 0.1
 
-    def __init__(self, status_text: Callable[[int], str], name: str) -> None:
+    def __init__(self, status_text: Callable[[int], str], warn: Callable[[str], None], name: str) -> None:
         self._status_text = status_text
+        self._warn = warn
         self._watched: list[_Watched] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{name}-rails", daemon=True)
@@ -69,7 +68,6 @@ class RailWatch:
             stats: the ProxycclConnectionStats in which observers find the rails' state.
             peer: rank of the peer.
         """
-        stats.rails_up = len(rails)
         self._watched.append(_Watched(rails, pointer, stats, peer))
 
     def close(self, timeout: float) -> bool:
@@ -110,11 +108,9 @@ class RailWatch:
             each.stats.rail_failures += 1
             reason = self._status_text(state.status)
             text = f"the adapter {failed.adapter} no longer reaches rank {each.peer} ({reason})"
-            text += f"; all data goes by {other.adapter}"
-            try:
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
-            except RuntimeWarning:  # the program's filters make errors of warnings
-                _logger.warning(text)
+            # With Python's default filters, a process prints equal warnings only once, so the text has the count.
+            text += f"; all data goes by {other.adapter} (failure {each.stats.rail_failures} of the connection)"
+            self._warn(text)
         return bool(state.is_free) and each.reconnected != state.failures
 
     def _reconnect(self, each: _Watched) -> None:
