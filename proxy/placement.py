@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from proxyccl.proxy.processes import parse_cores
 
 SYSFS = Path("/sys")
+T = TypeVar("T")
 _HOST_BRIDGE = re.compile("pci[0-9a-f]{4,}:[0-9a-f]{2}")
 
 
@@ -71,6 +73,26 @@ class NearnessTo:
         if distance is None:
             return Nearness(UNKNOWN, 0)
         return Nearness(OTHER_NODE, distance) if distance else Nearness(SAME_NODE, 0)
+
+
+def nearest(devices: Sequence[T], how_near: Callable[[T], Any], count: int, local_rank: int) -> list[T]:
+    """Returns the `count` nearest devices, or all if there are fewer, in their order in `devices`.
+
+    If more devices than needed are equally near, the ranks of a host use them in turns.
+
+    Args:
+        devices: the devices.
+        how_near: returns a device's distance, as a value that is smaller for a nearer device.
+        count: number of devices that the rank uses.
+        local_rank: the rank's number on its host.
+    """
+    distances = [how_near(device) for device in devices]
+    chosen: list[int] = []
+    for distance in sorted(set(distances)):
+        equals = [i for i, each in enumerate(distances) if each == distance]
+        needed = min(count - len(chosen), len(equals))
+        chosen += [equals[(local_rank * needed + i) % len(equals)] for i in range(needed)]
+    return [devices[i] for i in sorted(chosen)]
 
 
 def pci_path(device: Path) -> tuple[str, ...]:

@@ -13,8 +13,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
-from proxyccl.proxy.placement import NOWHERE, SYSFS, Nearness, NearnessTo, Place, numa_node_of, pci_path, read
-from proxyccl.proxy.remote_options import MTUS, RdmaOptions
+from proxyccl.proxy.placement import (
+    NOWHERE,
+    SYSFS,
+    Nearness,
+    NearnessTo,
+    Place,
+    nearest,
+    numa_node_of,
+    pci_path,
+    read,
+)
+from proxyccl.proxy.remote_options import MTUS, RAILS, RdmaOptions
 from proxyccl.proxy.verbs.address import LINK_LAYERS
 from proxyccl.proxy.verbs.pyverbs_api import DEVICES, Pyverbs, load
 
@@ -298,7 +308,12 @@ def placed_ports(ports: Iterable[DevicePort], near: Place = NOWHERE, root: Path 
         rates[port.link_layer] = rates.get(port.link_layer, 0) + port.rate
     kind = max(rates, key=lambda layer: (rates[layer], layer), default="")
     found = [placed for placed in found if placed.port.link_layer == kind]
-    return sorted(found, key=lambda placed: (placed.nearness, -placed.port.rate))
+    return sorted(found, key=_distance)
+
+
+def _distance(placed: PlacedPort) -> tuple[Nearness, float]:
+    """Returns a value that is smaller for a nearer port and, of equally near ports, for a faster port."""
+    return placed.nearness, -placed.port.rate
 
 
 def choose_devices(
@@ -309,8 +324,9 @@ def choose_devices(
     local_rank: int = 0,
     root: Path = SYSFS,
 ) -> list[DeviceChoice]:
-    """Chooses one device, or each device that `options.devices` names: the first of the `placed_ports` that the options
-    allow. If several ports are equally near and fast, `local_rank` distributes a node's ranks over these ports.
+    """Chooses the rank's device: the first of the `placed_ports` that the options allow. Of the devices that
+    `options.devices` names, chooses the first two, in the order of their names. Several ports that are equally near and
+    fast are divided among a node's ranks (`nearest`).
 
     By default the GID is the port's `best_gid`. Options override the choice of device, port and GID.
 
@@ -326,37 +342,44 @@ def choose_devices(
             devices, ports or GIDs that exist.
         RuntimeUnavailableError: no device has an active port.
     """
-    names = options.devices or (options.device,)
-    return [_choose(devices, replace(options, devices=None, device=name), near, local_rank, root) for name in names]
+    option, names = ("devices", options.devices) if options.devices else ("device", (options.device,))
+    ports = [
+        nearest(_usable_ports(devices, options, option, name, near, root), _distance, 1, local_rank)[0]
+        for name in names
+    ]
+    chosen = []
+    for _, device, port in nearest(ports, _distance, RAILS, local_rank):
+        assert port.best_gid is not None
+        index = port.best_gid.index if options.gid_index is None else options.gid_index
+        chosen.append(DeviceChoice(device, port.number, index))
+    return chosen
 
 
-def _choose(devices: list[RdmaDevice], options: RdmaOptions, near: Place, local_rank: int, root: Path) -> DeviceChoice:
-    if options.device is not None:
+def _usable_ports(
+    devices: list[RdmaDevice], options: RdmaOptions, option: str, name: str | None, near: Place, root: Path
+) -> list[PlacedPort]:
+    """Returns the `placed_ports` that the options allow. `name` is the value of the option `option`, or one of its
+    names; None for all devices.
+    """
+    if name is not None:
         names = _listed(device.name for device in devices)
-        devices = [device for device in devices if device.name == options.device]
+        devices = [device for device in devices if device.name == name]
         if not devices:
-            raise ArgumentError("device", f"no RDMA device {options.device!r}; there is {names}")
+            raise ArgumentError(option, f"no RDMA device {name!r}; there is {names}")
         if options.port is not None:
             devices[0].port(options.port)  # raises ArgumentError if the device lacks the port
     active = [(device, port) for device, port in active_ports(devices) if options.port in (None, port.number)]
     if not active:
-        for field in ("device", "port"):
-            asked = getattr(options, field)
+        for argument, asked in ((option, name), ("port", options.port)):
             if asked is not None:
-                raise ArgumentError(field, f"{asked!r} has no active port; there is {_states(devices)}")
+                raise ArgumentError(argument, f"{asked!r} has no active port; there is {_states(devices)}")
         raise RuntimeUnavailableError(f"no RDMA device has an active port; there is {_states(devices)}")
     index = options.gid_index
     having = [each for each in active if index is None or any(gid.index == index for gid in each[1].gids)]
     if not having:
         there = "; ".join(f"{device.name} port {port.number}: {_listed(port.gids)}" for device, port in active)
         raise ArgumentError("gid_index", f"no active port has a GID {index}; there is {there}")
-    usable = placed_ports(having, near, root)
-    equals = [
-        placed for placed in usable if (placed.nearness, placed.port.rate) == (usable[0].nearness, usable[0].port.rate)
-    ]
-    _, device, port = equals[local_rank % len(equals)]
-    assert port.best_gid is not None
-    return DeviceChoice(device, port.number, port.best_gid.index if index is None else index)
+    return placed_ports(having, near, root)
 
 
 def _state(device: RdmaDevice, port: RdmaPort) -> str:
