@@ -31,7 +31,7 @@ from proxyccl.proxy.service_remote import ServiceRemote
 from proxyccl.proxy.shared_words import ProxyWords, SharedWords, TurnWatch
 from proxyccl.proxy.tables import ChannelTable, MemoryTable, ScheduleTable
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread, created
-from proxyccl.proxy.transports.rails import RailWatch
+from proxyccl.proxy.transports.rails import RailWatch, WatchedConnection
 from proxyccl.proxy.transports.table import find_copying_transport, find_transport
 from proxyccl.proxy.transports.transport import EngineConnection, EngineRuntime
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, Operation, Trigger
@@ -330,7 +330,7 @@ class ProxyService(ProxyWords):
                 if made.watched:
                     status_text = find_transport(transport).status_text
                     self._rails = self._rails or RailWatch(status_text, self._on_warning, self._name)
-                    self._rails.add(made.watched, made.pointer, stats, peer)
+                    self._rails.add(WatchedConnection(made.watched, made.pointer, stats, peer))
                 self._connections.append(connection)
                 self.engine_connections.append(made)
         except ProxyCCLError:

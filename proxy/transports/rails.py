@@ -30,11 +30,13 @@ class Rail(Struct, frozen=True):
     reconnect: Callable[[int], bool]
 
 
-class _Watched(Struct):
+class WatchedConnection(Struct):
+    """A connection over rails, whose `pointer` and `stats` must stay valid until `RailWatch.close` returns True."""
+
     rails: Sequence[Rail]
-    pointer: Any
+    pointer: Any  # the ProxycclConnection
     stats: Any  # the ProxycclConnectionStats that show the rails to observers
-    peer: int | None
+    peer: int | None  # rank of the peer
     losses: int = 0  # of the ProxycclRailsState at the last look
     reconnected: int = 0  # number of the failure after which a rail was last connected again
 
@@ -54,21 +56,13 @@ class RailWatch:
     def __init__(self, status_text: Callable[[int], str], warn: Callable[[str], None], name: str) -> None:
         self._status_text = status_text
         self._warn = warn
-        self._watched: list[_Watched] = []
+        self._watched: list[WatchedConnection] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{name}-rails", daemon=True)
         self._thread.start()
 
-    def add(self, rails: Sequence[Rail], pointer: Any, stats: Any, peer: int | None) -> None:
-        """Adds a connection. `pointer` and `stats` must stay valid until `close` has returned True.
-
-        Args:
-            rails: the connection's rails.
-            pointer: the ProxycclConnection.
-            stats: the ProxycclConnectionStats in which observers find the rails' state.
-            peer: rank of the peer.
-        """
-        self._watched.append(_Watched(rails, pointer, stats, peer))
+    def add(self, connection: WatchedConnection) -> None:
+        self._watched.append(connection)
 
     def close(self, timeout: float) -> bool:
         """Ends the thread. Returns False if the thread did not end in time; another call then waits again."""
@@ -89,12 +83,12 @@ class RailWatch:
                 if time.monotonic() > until or self._stop.is_set():
                     break
 
-    def _state(self, each: _Watched) -> Any:
+    def _state(self, each: WatchedConnection) -> Any:
         state = ffi.new("ProxycclRailsState *")
         lib.proxyccl_rails_state(each.pointer, state)
         return state
 
-    def _look(self, each: _Watched) -> bool:
+    def _look(self, each: WatchedConnection) -> bool:
         """Stops a failed rail's queue pair if the engine asks. Returns whether the rail may be connected again."""
         state = self._state(each)
         each.stats.rails_up = len(each.rails) - (state.down > 0)
@@ -113,7 +107,7 @@ class RailWatch:
             self._warn(text)
         return bool(state.is_free) and each.reconnected != state.failures
 
-    def _reconnect(self, each: _Watched) -> None:
+    def _reconnect(self, each: WatchedConnection) -> None:
         state = self._state(each)
         if state.is_free and each.rails[state.down - 1].reconnect(state.failures):
             each.reconnected = state.failures

@@ -13,17 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
-from proxyccl.proxy.placement import (
-    NOWHERE,
-    SYSFS,
-    Nearness,
-    NearnessTo,
-    Place,
-    nearest,
-    numa_node_of,
-    pci_path,
-    read,
-)
+from proxyccl.proxy.placement import NOWHERE, SYSFS, Nearness, NearnessTo, Place, nearest, numa_node_of, pci_path, read
 from proxyccl.proxy.remote_options import MTUS, RAILS, RdmaOptions
 from proxyccl.proxy.verbs.address import LINK_LAYERS
 from proxyccl.proxy.verbs.pyverbs_api import DEVICES, Pyverbs, load
