@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import os
 import re
@@ -78,7 +79,8 @@ class NearnessTo:
 def nearest(devices: Sequence[T], how_near: Callable[[T], Any], count: int, local_rank: int) -> list[T]:
     """Returns the `count` nearest devices, or all if there are fewer, in their order in `devices`.
 
-    If more devices than needed are equally near, the ranks of a host use them in turns.
+    If more devices than needed are equally near, they are divided among the ranks of a host: a rank uses those that
+    follow its nearer device in `devices`, or without a nearer device those that follow from `local_rank`.
 
     Args:
         devices: the devices.
@@ -91,7 +93,8 @@ def nearest(devices: Sequence[T], how_near: Callable[[T], Any], count: int, loca
     for distance in sorted(set(distances)):
         equals = [i for i, each in enumerate(distances) if each == distance]
         needed = min(count - len(chosen), len(equals))
-        chosen += [equals[(local_rank * needed + i) % len(equals)] for i in range(needed)]
+        first = bisect.bisect(equals, chosen[-1]) if chosen else local_rank * needed
+        chosen += [equals[(first + i) % len(equals)] for i in range(needed)]
     return [devices[i] for i in sorted(chosen)]
 
 

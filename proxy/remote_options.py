@@ -76,7 +76,7 @@ class _FromEnvironment:
             names = tuple(listed) if isinstance(listed, Sequence) else ()  # the order of a set is not the user's
             valid = all(isinstance(name, str) and re.fullmatch(_NAME, name) for name in names)
             if not valid or not RAILS <= len(names) <= _MOST_NAMES or len(set(names)) < len(names):
-                expected = f"a sequence of the names of {RAILS} to {_MOST_NAMES} different {option}"
+                expected = f"a list of {RAILS} to {_MOST_NAMES} names of different {option}"
                 raise ArgumentError(shown, f"must be {expected}, not {value!r}")
             return names
         if option in _RANGES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,20 +34,25 @@ def test_each_rank_uses_the_adapter_nearest_to_its_gpu(machine: str, tmp_path: P
     assert chosen == NEAREST[machine]
 
 
-def test_of_named_adapters_each_rank_uses_the_two_nearest_to_its_gpu(tmp_path: Path) -> None:
-    gpus, names = expand("dgx_h100", tmp_path), NEAREST["dgx_h100"]
+@pytest.mark.parametrize("order", [sorted, list])
+@pytest.mark.parametrize("machine", ["dgx_h100", "mi300x"])
+def test_of_named_adapters_each_rank_uses_the_two_nearest_to_its_gpu(
+    machine: str, order: Callable[[list[str]], list[str]], tmp_path: Path
+) -> None:
+    gpus, names = expand(machine, tmp_path), order(NEAREST[machine])
     options, devices = RdmaOptions(devices=names), rdma_devices(tmp_path)
     chosen = [
         [each.device.name for each in choose_devices(devices, options, Place(gpu), local_rank=rank, root=tmp_path)]
         for rank, gpu in enumerate(gpus.values())
     ]
     for rank, pair in enumerate(chosen):
-        assert names[rank] in pair
+        assert NEAREST[machine][rank] in pair
         assert pair == sorted(pair, key=names.index), "the order of the names is kept"
-        assert {names.index(name) // 4 for name in pair} == {rank // 4}, "both are on the GPU's NUMA node"
+        assert {NEAREST[machine].index(name) // 4 for name in pair} == {rank // 4}, "both are on the GPU's NUMA node"
     assert sorted(itertools.chain(*chosen)) == sorted(2 * names), "each adapter serves two ranks"
-    two = choose_devices(devices, RdmaOptions(devices=["mlx5_11", "mlx5_0"]), Place(gpus["gpu0"]), root=tmp_path)
-    assert [each.device.name for each in two] == ["mlx5_11", "mlx5_0"]
+    two = RdmaOptions(devices=[NEAREST[machine][-1], NEAREST[machine][0]])
+    chosen = choose_devices(devices, two, Place(gpus["gpu0"]), root=tmp_path)
+    assert tuple(each.device.name for each in chosen) == two.devices
 
 
 @pytest.mark.parametrize(
