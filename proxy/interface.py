@@ -115,6 +115,7 @@ def issue_warning(text: str) -> None:
     callers are threads, whose errors no program would catch.
     """
     try:
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        # With Python's default filters, `warnings.warn` would print equal warnings only once.
+        warnings.warn_explicit(text, RuntimeWarning, "<proxyccl>", 0, "proxyccl")
     except RuntimeWarning:
         logging.getLogger("proxyccl").warning(text)

@@ -77,16 +77,9 @@ class NearnessTo:
 
 
 def nearest(devices: Sequence[T], how_near: Callable[[T], Any], count: int, local_rank: int) -> list[T]:
-    """Returns the `count` nearest devices, or all if there are fewer, in their order in `devices`.
-
-    If more devices than needed are equally near, they are divided among the ranks of a host: a rank uses those that
-    follow its nearer device in `devices`, or without a nearer device those that follow from `local_rank`.
-
-    Args:
-        devices: the devices.
-        how_near: returns a device's distance, as a value that is smaller for a nearer device.
-        count: number of devices that the rank uses.
-        local_rank: the rank's number on its host.
+    """Returns the `count` devices with the smallest distances `how_near`, or all if there are fewer, in their order in
+    `devices`. If more devices than needed are equally near, the ranks of a host divide the devices: a rank uses the
+    devices that follow its nearer device, or, without a nearer device, those at its turn by its number `local_rank`.
     """
     distances = [how_near(device) for device in devices]
     chosen: list[int] = []

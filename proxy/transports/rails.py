@@ -102,7 +102,6 @@ class RailWatch:
             each.stats.rail_failures += 1
             reason = self._status_text(state.status)
             text = f"the adapter {failed.adapter} no longer reaches rank {each.peer} ({reason})"
-            # With Python's default filters, a process prints equal warnings only once, so the text has the count.
             text += f"; all data goes by {other.adapter} (failure {each.stats.rail_failures} of the connection)"
             self._warn(text)
         return bool(state.is_free) and each.reconnected != state.failures
