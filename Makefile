@@ -289,6 +289,7 @@ bench-fabric: $(VENV)/.installed .venv-torch/.installed bare-loops
 	  --json $(RESULTS)/between_hosts_4.json
 
 bench-page: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check "matplotlib>=3.8"  # the extra `bench`
 	$(BIN)/python benchmarks/results_page.py
 
 # The reference's pages for readers without the site, after a change of a public signature or its documentation.

@@ -95,8 +95,15 @@ FAMILIES: dict[str, tuple[Program, ...]] = {
         for compiled in (False, True)
     ),
     "tensor-parallel": (
-        _of("DTensor TP, sequence parallel", f"{_TORCH}:tensor_parallel", copies=1),
-        _of("DTensor TP, sequence parallel, under FSDP2", f"{_TORCH}:tensor_parallel", about={"ranks": 4}, copies=2),
+        _of("DTensor TP, sequence parallel", f"{_TORCH}:tensor_parallel", copies=1, sharded=False),
+        _of("DTensor TP, sequence parallel, under FSDP2", f"{_TORCH}:tensor_parallel", copies=1, sharded=True),
+        _of(
+            "two copies of DTensor TP, sequence parallel, under FSDP2",
+            f"{_TORCH}:tensor_parallel",
+            about={"ranks": 4},
+            copies=2,
+            sharded=True,
+        ),
     ),
     "fsdp": (
         _of("FSDP2", f"{_TORCH}:fsdp2", offload=False),

@@ -33,6 +33,7 @@ from program import RESULT
 from torch import Tensor
 
 import proxyccl.torch  # noqa: F401  registers the backend, which torch 2.15 and later find without this import
+from proxyccl.channels.group import open_groups
 from proxyccl.proxy.observe.publications import find
 from proxyccl.proxy.processes import stat_of
 
@@ -145,8 +146,9 @@ class World:
         self.of_all(None)
 
     def _proxies(self) -> set[int]:
-        program = Path(sys.argv[0]).name
-        return {found.pid for _, found in find() if found.description.program == program} - self._pids
+        """Returns the processes, other than the ranks, in which this job's proxies run."""
+        jobs = {group.job for group in open_groups}
+        return {found.pid for _, found in find() if found.description.job in jobs} - self._pids
 
     def _cpu_seconds(self, proxies: set[int]) -> float:
         ticks = sum(int(field) for pid in proxies for field in stat_of(Path(f"/proc/{pid}/stat"))[11:13])

@@ -76,9 +76,9 @@ def train(world: World, model: nn.Module, x: Tensor) -> None:
         world.keep(loss)
 
 
-def tensor_parallel(world: World, copies: int) -> None:
-    """Trains with DTensor: norms are sequence-parallel, and linear layers are sharded. FSDP2 is added if there are
-    several copies of the model.
+def tensor_parallel(world: World, *, copies: int, sharded: bool) -> None:
+    """Trains several copies of a model with DTensor: norms are sequence-parallel, and linear layers are sharded. If
+    `sharded` is true, FSDP2 shards each parameter further, over the copies.
     """
     mesh = init_device_mesh(world.device.type, (copies, world.size // copies), mesh_dim_names=("dp", "tp"))
     model = blocks(world, 6, 4096)
@@ -89,10 +89,8 @@ def tensor_parallel(world: World, copies: int) -> None:
     }
     for block in model:
         parallelize_module(block, mesh["tp"], plan)
-    if copies > 1:
-        for block in model:
-            fully_shard(block, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
+    for part in (*model, model) if sharded else ():
+        fully_shard(part, mesh=mesh["dp"])
     x = rows_for(world, model, 4096, seed=mesh["dp"].get_local_rank())
     train(world, model, x.chunk(mesh["tp"].size())[mesh["tp"].get_local_rank()])
 

@@ -91,7 +91,9 @@ def _program_cells(row: Result) -> list[list[str]]:
         share = "" if value["cpu_share"] is None else number(value["cpu_share"])
         name = f"{value['name']} (ours)" if value["ours"] else value["name"]
         titles = (row["program"], f"{row['figure']}, {row['unit']}") if not lines else ("", "")
-        lines.append([*titles, name, number(value["value"], digits), share, "" if ratio is None else number(ratio)])
+        of_steps = [number(value[key]) if key in value else "" for key in ("late", "cpu_ms")]
+        cells = [*titles, name, number(value["value"], digits), share, *of_steps]
+        lines.append([*cells, "" if ratio is None else number(ratio)])
     return lines
 
 
@@ -101,11 +103,13 @@ def programs_section(result: Result) -> Section:
     lines = [
         *origin(result),
         "*CPU's share*: the part of the time in which the CPU issued the work. Near 1, a faster GPU gains nothing. For "
-        "calls after a rest, the share of a core that an idle proxy takes. *over ours*: the contender's value, divided "
-        "by ours. A ratio below 1 for a time, or above 1 for tokens a second, means that ours is slower.",
+        "calls after a rest, the share of a core that an idle proxy takes. *late*: the slowest of steps 2 to 10, over "
+        "the median step. *CPU*: the CPU time of a step, including that of the proxies' process. *over ours*: the "
+        "contender's value, divided by ours. A ratio below 1 for a time, or above 1 for tokens a second, means that "
+        "ours is slower.",
         "",
         *table(
-            ["program", "figure", "by", "value", "CPU's share", "over ours"],
+            ["program", "figure", "by", "value", "CPU's share", "late", "CPU, ms", "over ours"],
             [cells for row in rows for cells in _program_cells(row)],
         ),
         *(f"- Not measured: {part}, {reason}." for part, reason in result["failed"].items()),

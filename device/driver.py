@@ -202,6 +202,10 @@ class Driver(ABC):
         """Makes a context the calling thread's current one."""
         self.call("CtxSetCurrent", context)
 
+    def current_device(self) -> int:
+        """Returns the number of the calling thread's current device; 0, as in vendors' runtimes, if none is current."""
+        return 0 if self.current() is None else int(self.call("CtxGetDevice"))
+
     def can_access_peer(self, ordinal: int, peer: int) -> bool:
         """Whether kernels of device `ordinal` can access memory of device `peer`."""
         return bool(self.call("DeviceCanAccessPeer", ordinal, peer))

@@ -60,6 +60,10 @@ class NearnessTo:
             texts = read(root / f"devices/system/node/node{node}/distance").split()
             self._distances = dict(zip(numa_nodes(root), map(int, texts), strict=False)) | {node: 0}
 
+    def adapter(self, directory: Path) -> Nearness:
+        """Returns the nearness of a network adapter, given its directory in sysfs, such as /sys/class/net/eth0."""
+        return self(pci_path(directory / "device"), numa_node_of(directory / "device"))
+
     def __call__(self, path: tuple[str, ...], node: int | None) -> Nearness:
         """Returns the nearness of a device, given its `pci_path` and its NUMA node."""
         if self._unplaced:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
+import itertools
 import os
 import platform
 import shutil
@@ -43,14 +43,15 @@ from proxyccl.device.runtimes import RUNTIMES, find_runtime, open_driver, open_r
 from proxyccl.device.shown_text import shown
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.fabric import library, requirements
-from proxyccl.proxy.fabric.library import choose_offers
+from proxyccl.proxy.fabric.library import FabricOffer, adapter_of, choose_offers
 from proxyccl.proxy.observe.rates import Watch
-from proxyccl.proxy.placement import KINDS, SYSFS, Place, numa_nodes, process_numa_node
+from proxyccl.proxy.placement import KINDS, SYSFS, NearnessTo, Place, numa_nodes, pci_path, process_numa_node, read
 from proxyccl.proxy.processes import process_name
 from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions
 from proxyccl.proxy.thread import IdlePolicy, choose_idle
 from proxyccl.proxy.verbs import pyverbs_api
-from proxyccl.proxy.verbs.devices import active_ports, choose_devices, placed_ports, rdma_devices
+from proxyccl.proxy.verbs.devices import RdmaDevice, active_ports, choose_devices, rdma_devices
+from proxyccl.proxy.verbs.pyverbs_api import DEVICES
 from proxyccl.proxy.verbs.requirements import missing
 from proxyccl.tools.results import Fields, installed_version, machine, versions
 from proxyccl.tools.top import share_of_a_core
@@ -74,7 +75,6 @@ class _Vendor:
     """
 
     library: str
-    module: str
     package: str
     device_file: str
     variable: str = ""
@@ -88,23 +88,19 @@ class _Vendor:
 
 
 _VENDORS = {
-    "cuda": _Vendor("libcuda.so.1", "cuda.bindings", "cuda-bindings", "/dev/nvidiactl"),
-    "hip": _Vendor("libamdhip64.so", "hip", "hip-python", "/dev/kfd", "ROCM_PATH"),
+    "cuda": _Vendor("libcuda.so.1", "cuda-bindings", "/dev/nvidiactl"),
+    "hip": _Vendor("libamdhip64.so", "hip-python", "/dev/kfd", "ROCM_PATH"),
 }
 
+
+_LINKS = {"infiniband": "InfiniBand", "ethernet": "RoCE"}
+"""The kinds of links that verbs can use, by their names in sysfs."""
 
 _PLACES: dict[Where, str] = {
     "thread": "in the ranks",
     "process": "in a daemon that the job's ranks start and that ends with them",
     "daemon": "in the node daemon",
 }
-
-
-def _importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the module's parent package is missing
-        return False
 
 
 def _loadable(library: str) -> bool:
@@ -133,7 +129,7 @@ def _runtimes() -> Iterator[Finding]:
 
 def _missing_runtime(name: str, error: RuntimeUnavailableError) -> Finding:
     vendor = _VENDORS[name]
-    binding = _importable(vendor.module)
+    binding = installed_version(vendor.package)
     pieces = [
         f"GPU {'found' if Path(vendor.device_file).exists() else 'not found'} ({vendor.device_file})",
         f"driver {'found' if _loadable(vendor.library) else 'not found'} ({vendor.library})",
@@ -186,29 +182,82 @@ def _rdma(root: Path = SYSFS) -> Iterator[Finding]:
         yield from _device_memory()
 
 
-def _placement(places: dict[str, Place], root: Path = SYSFS) -> Iterator[Finding]:
-    """Yields, for each place, the usable adapters by nearness; the first adapter is the default of the place's first
-    rank.
+_Port = tuple[Path, int]
+"""A port of an adapter: the adapter's directory in sysfs, and the port's number, which is 1 for a network interface."""
+
+
+def _ports(devices: list[RdmaDevice], offers: list[FabricOffer], root: Path) -> dict[_Port, tuple[str, str]]:
+    """Returns the name, and the kind, state and rate in words, of each port of an RDMA device and of each network
+    interface by which libfabric reaches other hosts.
     """
-    devices = rdma_devices(root)
-    for name, near in places.items():
-        groups: dict[str, list[str]] = {}
-        for nearness, device, port in placed_ports(active_ports(devices), near, root):
-            groups.setdefault(KINDS[nearness.kind], []).append(f"{device.name} port {port.number} {port.rate:g} Gbit/s")
-        if groups:
-            detail = "; ".join(f"{kind}: {', '.join(ports)}" for kind, ports in groups.items())
-            yield Finding(name, True, detail)
+    found: dict[_Port, tuple[str, str]] = {}
+    for device in devices:
+        for port in device.ports:
+            name = f"{device.name} port {port.number}" if len(device.ports) > 1 else device.name
+            kind = _LINKS.get(port.link_layer, "for libfabric alone")
+            facts = f"{kind}, {device.problem or port.state}, {port.rate:g} Gbit/s"
+            found[root / DEVICES / device.name, port.number] = name, facts
+    for interface in {adapter_of(offer.domain, root) for offer in offers if offer.remote}:
+        state, mbits = read(interface / "operstate") or "unknown state", read(interface / "speed")
+        rate = f"{int(mbits) / 1000:g} Gbit/s" if mbits.isdecimal() else "unknown rate"
+        found.setdefault((interface, 1), (interface.name, f"network interface, {state}, {rate}"))
+    return found
+
+
+def _chosen(
+    number: int, near: Place, devices: list[RdmaDevice], offers: list[FabricOffer], root: Path
+) -> Iterator[tuple[_Port, str]]:
+    """Yields each port that rank `number` of the host would use at a place, and its transport. Raises the errors of
+    `choose_devices` and `choose_offers`.
+    """
+    if active_ports(devices):
+        for choice in choose_devices(devices, RdmaOptions.from_environment(), near, local_rank=number, root=root):
+            yield (root / DEVICES / choice.device.name, choice.port), "verbs"
+    if offers:
+        for offer in choose_offers(offers, FabricOptions.from_environment(), near, local_rank=number, root=root):
+            yield (adapter_of(offer.domain, root), 1), f"fabric ({offer.provider})"
+
+
+def _placement(places: dict[str, Place], offers: list[FabricOffer], root: Path = SYSFS) -> Iterator[Finding]:
+    """Finds the adapters of each place by nearness, and those that the place's rank would use. Equally near adapters
+    with the same kind, state and rate are described together.
+    """
+    devices, problem = rdma_devices(root), ""
+    ports = _ports(devices, offers, root)
+    for number, (name, near) in enumerate(places.items()):
+        uses: dict[_Port, str] = {}
+        try:
+            for used, transport in _chosen(number, near, devices, offers, root):
+                uses[used] = f"{uses.get(used, '')}, used by {transport}"
+                ports.setdefault(used, (used[0].name, "this host alone"))  # because the options name it
+        except ProxyCCLError as error:
+            problem = str(error)
+        nearness = NearnessTo(near, root)
+        placed = sorted((nearness.adapter(port[0]), pci_path(port[0] / "device"), port) for port in ports)
+        for kind, group in itertools.groupby(placed, lambda each: each[0].kind):
+            alike: dict[str, list[str]] = {}
+            for _, _, port in group:
+                label, facts = ports[port]
+                alike.setdefault(facts + uses.get(port, ""), []).append(label)
+            detail = "; ".join(f"{_abridged(labels)} ({facts})" for facts, labels in alike.items())
+            yield Finding(name, bool(uses), f"{KINDS[kind]}: {detail}")
+    if problem:
+        yield Finding("choice", False, problem)
+
+
+def _abridged(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]} … {names[-1]}, {len(names)} adapters"
 
 
 def _places(root: Path = SYSFS) -> dict[str, Place]:
-    """Returns the places of ranks: this machine's GPUs by name, or its NUMA nodes if it has no GPU."""
+    """Returns the places of ranks: this machine's GPUs by name; without GPUs its NUMA nodes, else the whole machine."""
     bound = process_numa_node(root)
     gpus = {
         f"{name}:{i}": Place(driver.device(i).pci_address, bound)
         for name, driver, count in _drivers()
         for i in range(count)
     }
-    return gpus or {f"NUMA node {node}": Place(node=node) for node in numa_nodes(root)}
+    return gpus or {f"NUMA node {node}": Place(node=node) for node in numa_nodes(root)} or {"this host": Place()}
 
 
 def _device_memory() -> Iterator[Finding]:
@@ -232,19 +281,22 @@ def _device_memory() -> Iterator[Finding]:
         yield Finding("memory", False, str(error))
 
 
-def _fabric() -> list[Finding]:
-    lacks = requirements.missing()
-    if lacks:
-        return [Finding("missing", False, lacks)]
-    found = [Finding("libfabric", True, f"version {library.load().version}")]
+def _offers() -> tuple[list[FabricOffer], str]:
+    """Returns libfabric's offers, or the reason why there are none."""
     try:
-        offers = library.fabric_offers(device_memory=True)
-        found += [Finding(offer.provider, offer.remote, offer.facts) for offer in offers]
-        chosen = choose_offers(offers, FabricOptions.from_environment(), Place(node=process_numa_node()))
+        lacks = requirements.missing()
+        return [] if lacks else library.fabric_offers(device_memory=True), lacks
     except ProxyCCLError as error:
-        return [*found, Finding("choice", False, str(error))]
-    detail = f"transport fabric between hosts without RDMA: {'; '.join(map(str, chosen))}"
-    return [*found, Finding("choice", True, detail)]
+        return [], str(error)
+
+
+def _fabric(offers: list[FabricOffer], lacks: str) -> Iterator[Finding]:
+    if lacks:
+        yield Finding("missing", False, lacks)
+        return
+    yield Finding("libfabric", True, f"version {library.load().version}; transport fabric between hosts without RDMA")
+    for offer in offers:
+        yield Finding(offer.provider, offer.remote, offer.facts)
 
 
 def _mpi() -> list[Finding]:
@@ -392,12 +444,13 @@ def findings() -> dict[str, list[Finding]]:
         watch.rates()
     mpi = _mpi()  # MPI before libfabric, because MPI may need a newer libfabric
     kernels = [*_shipped(), *_compiler(), *_cache()]
+    offers, lacks = _offers()
     sections = {
         "Runtimes": _runtimes(),
         "Devices": _devices(),
         "RDMA": _rdma(),
-        "Placement": _placement(_places()),
-        "Fabric": _fabric(),
+        "Fabric": _fabric(offers, lacks),
+        "Placement": _placement(_places(), offers),
         "Proxies": _proxies(watch),
         "Agents": _agents(),
         "Containers": _containers(),

@@ -313,4 +313,4 @@ def _counts(ranks: int, counts: Sequence[int], argument: str) -> list[int]:
     values = find_items(counts) or []
     if len(values) != ranks:
         raise ArgumentError(argument, f"{expected}, not {counts!r}")
-    return [as_integer(rows, argument, expected, 0) for rows in values]
+    return [as_integer(rows, argument, "expected a number of rows for each rank", 0) for rows in values]

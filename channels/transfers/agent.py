@@ -103,6 +103,9 @@ class Agent:
     Any thread may call any method. Use the agent as a context manager, or call `close`. A forked child must make its
     own agent.
 
+    On a network without IP addresses, such as EFA, an agent uses the adapter that is nearest to the GPU that is current
+    in the thread that makes the agent.
+
     Args:
         name: the name by which other agents refer to this agent, of at most 1024 characters.
         listen: the addresses or names of this host at which agents of other hosts can connect, where "0.0.0.0" stands

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import threading
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +17,17 @@ from proxyccl.channels.transfers.copier import Stages, Table
 from proxyccl.channels.transfers.device_memory import runtime_name
 from proxyccl.channels.transfers.errors import NoPathError
 from proxyccl.channels.transfers.regions import DRAM, Region, end_of, holder_of, outermost
-from proxyccl.device.errors import ProxyCCLError, RuntimeUnavailableError
+from proxyccl.device.driver import Driver
+from proxyccl.device.errors import DriverError, ProxyCCLError, RuntimeUnavailableError
 from proxyccl.device.process import forks
 from proxyccl.device.process.left_behind import take_each
 from proxyccl.device.runtime import Runtime
+from proxyccl.device.runtimes import open_driver
 from proxyccl.proxy._transfers import ffi
 from proxyccl.proxy.codec import Message, ProtocolError, Uint64
 from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint
-from proxyccl.proxy.fabric.library import choose_offers, fabric_offers
+from proxyccl.proxy.fabric.library import FabricOffer, choose_offers, fabric_offers
+from proxyccl.proxy.placement import SYSFS, Place, process_numa_node
 from proxyccl.proxy.registrations import Registration
 from proxyccl.proxy.remote_options import FabricOptions
 
@@ -31,6 +36,9 @@ _ADAPTERS = Path("/sys/class/infiniband")
 
 _SOCKETS = frozenset({"tcp", "net", "sockets", "udp"})
 """Providers that are not faster than the agents' own TCP."""
+
+_agents_at: defaultdict[Place, Iterator[int]] = defaultdict(itertools.count)
+"""For each place, counts the agents that this process has made there."""
 
 
 class Key(Message, frozen=True):
@@ -83,16 +91,16 @@ class AgentFabric:
 
     Args:
         options: the provider and its settings.
-        devices: whether to prefer a provider that can access device memory.
+        driver: the driver of GPUs whose memory the provider should access if it can; None without GPUs.
 
     Raises:
         ArgumentError, ResourceError, RuntimeUnavailableError: the endpoint can't be opened.
     """
 
-    def __init__(self, options: FabricOptions, *, devices: bool) -> None:
+    def __init__(self, options: FabricOptions, driver: Driver | None) -> None:
         self._options = options
-        offers = fabric_offers(device_memory=devices)
-        self.endpoint = FabricEndpoint(choose_offers(offers, options)[0], options, waits=True)
+        offers = fabric_offers(device_memory=driver is not None)
+        self.endpoint = FabricEndpoint(choose_offer(offers, options, driver), options, waits=True)
         if not self.endpoint.offer.reads:
             self.endpoint.close()
             raise RuntimeUnavailableError(f"{self.endpoint.offer} does not read peers' memory")
@@ -215,6 +223,24 @@ class AgentFabric:
         self.endpoint.close()
 
 
+def choose_offer(
+    offers: list[FabricOffer], options: FabricOptions, driver: Driver | None, root: Path = SYSFS
+) -> FabricOffer:
+    """Chooses the interface of a new agent: the nearest to the calling thread's current GPU or, if `driver` is None, to
+    the NUMA node of the process. Successive agents of one place take equally near interfaces in turns. Distances are
+    read from sysfs, which is mounted at `root`. Raises the errors of `choose_offers`.
+    """
+    gpu, first = None, os.getpid()  # the process id, if nothing else distinguishes the processes of this host
+    if driver is not None:
+        # A forked child can't call its parent's driver, but its agents can move the host's memory.
+        with contextlib.suppress(DriverError):
+            device = driver.current_device()
+            gpu = driver.device(device).pci_address
+            first = device if driver.device_count() > 1 else first
+    near = Place(gpu, process_numa_node(root))
+    return choose_offers(offers, options, near, local_rank=first + next(_agents_at[near]), most=1, root=root)[0]
+
+
 def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:
     """Opens an endpoint with the options of ``PROXYCCL_FABRIC``. If `asked` is false, opens an endpoint only by a
     libfabric provider for RDMA adapters of this machine. Returns the endpoint and "", or None and the reason why
@@ -226,7 +252,8 @@ def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:
     if not asked and not (_ADAPTERS.is_dir() and os.listdir(_ADAPTERS)):
         return None, ""
     try:
-        made = AgentFabric(FabricOptions.from_environment(), devices=runtime_name() != "host")
+        name = runtime_name()
+        made = AgentFabric(FabricOptions.from_environment(), None if name == "host" else open_driver(name))
     except ProxyCCLError as error:
         if asked:
             raise

@@ -51,6 +51,7 @@ class HipDriver(Driver):
     _OTHER_NAMES = {  # noqa: RUF012  (never changed)
         "CtxEnablePeerAccess": "DeviceEnablePeerAccess",
         "CtxGetCurrent": "GetDevice",
+        "CtxGetDevice": "GetDevice",
         "CtxGetStreamPriorityRange": "DeviceGetStreamPriorityRange",
         "CtxSetCurrent": "SetDevice",
         "CtxSynchronize": "DeviceSynchronize",

@@ -111,8 +111,12 @@ def write_flight_record(prefix: str) -> Path:
         The path of the written file.
 
     Raises:
+        TypeError: `prefix` is not a str.
         RuntimeError: this process has no group.
+        OSError: the file can't be written.
     """
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix: expected a str, the beginning of a file's path, not {prefix!r}")
     of_groups = [group.calls for group in list(groups)]
     if not of_groups:
         raise RuntimeError("write_flight_record: there is no process group; expected init_process_group before")

@@ -21,7 +21,7 @@ from typing import Any
 from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.requirements import INSTALL, library_name
-from proxyccl.proxy.placement import NOWHERE, SYSFS, Nearness, NearnessTo, Place, nearest, numa_node_of, pci_path
+from proxyccl.proxy.placement import NOWHERE, SYSFS, Nearness, NearnessTo, Place, nearest
 from proxyccl.proxy.remote_options import RAILS, FabricOptions
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -271,27 +271,34 @@ def choose_offers(
     near: Place = NOWHERE,
     *,
     local_rank: int = 0,
+    most: int = RAILS,
     root: Path = SYSFS,
 ) -> list[FabricOffer]:
-    """Returns the offers of a rank's interfaces: of the `options.interfaces`, the two that are nearest to the rank's
-    place `near`, in the order of their names; without `interfaces`, one offer. Each is an offer of the first provider,
-    in libfabric's order, that reaches other hosts.
+    """Returns the offers of a rank's interfaces: of the `options.interfaces`, the `most` (1 or 2) that are nearest to
+    the rank's place `near`, in the order of their names; without `interfaces`, one offer. Each is an offer of the first
+    provider, in libfabric's order, that reaches other hosts.
 
     Skips interfaces with loopback or link-local addresses, and prefers IPv4 to IPv6. If the provider's interfaces have
     no IP addresses, chooses among the interfaces that are nearest to `near`, over which `local_rank` distributes the
-    ranks of a host. Interfaces with IP addresses may belong to separate networks, so all ranks use the first such
-    interface. Distances are read from sysfs, which is mounted at `root`.
+    ranks of a host. Interfaces with IP addresses may belong to separate networks, so if one interface is chosen, all
+    ranks use the first such interface. Distances are read from sysfs, which is mounted at `root`.
 
     Raises:
         ArgumentError: no provider or interface matches the options; the message names the option.
         RuntimeUnavailableError: no provider reaches other hosts.
     """
+    nearness = NearnessTo(near, root)
+
+    def distance(offer: FabricOffer) -> Nearness:
+        return nearness.adapter(adapter_of(offer.domain, root))
+
     option, names = ("interfaces", options.interfaces) if options.interfaces else ("interface", (options.interface,))
-    distance = _distance_to(near, root)
     chosen = [nearest(_usable(offers, options, option, name), distance, 1, local_rank)[0] for name in names]
     if len({offer.domain for offer in chosen}) < len(chosen) or len({offer.kind for offer in chosen}) > 1:
         raise ArgumentError("interfaces", f"must name different interfaces of one provider, not {_listed(chosen)}")
-    return nearest(chosen, distance, RAILS, local_rank)
+    if most == 1 and chosen[0].address is not None:
+        return chosen[:1]
+    return nearest(chosen, distance, most, local_rank)
 
 
 def _usable(offers: list[FabricOffer], options: FabricOptions, option: str, text: str | None) -> list[FabricOffer]:
@@ -327,18 +334,14 @@ def _usable(offers: list[FabricOffer], options: FabricOptions, option: str, text
     return [offer for offer in usable if offer.provider == best.provider and offer.address is None]
 
 
-def _distance_to(near: Place, root: Path) -> Callable[[FabricOffer], Nearness]:
-    """Returns a function that measures how near an offer's device is to a place."""
-    nearness, adapters = NearnessTo(near, root), root / "class/infiniband"
+def adapter_of(domain: str, root: Path = SYSFS) -> Path:
+    """Returns the directory in sysfs of the adapter for which a domain is named: of the RDMA device "rdmap79s0" for
+    "rdmap79s0-rdm", or of the network interface "eth0" for "eth0".
+    """
+    adapters = root / "class/infiniband"
     names = os.listdir(adapters) if adapters.is_dir() else []
-
-    def distance(offer: FabricOffer) -> Nearness:
-        # A domain is named for its device, such as "rdmap79s0-rdm" for the device "rdmap79s0".
-        name = max((name for name in names if offer.domain.startswith(name)), key=len, default=None)
-        device = (adapters / name if name is not None else root / "class/net" / offer.domain) / "device"
-        return nearness(pci_path(device), numa_node_of(device))
-
-    return distance
+    name = max((name for name in names if domain.startswith(name)), key=len, default=None)
+    return root / "class/net" / domain if name is None else adapters / name
 
 
 def _is_confined(offer: FabricOffer) -> bool:

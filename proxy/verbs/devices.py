@@ -271,39 +271,9 @@ def _netdev_of(device: Path, port: int) -> str | None:
 # -- choosing ---
 
 
-class PlacedPort(NamedTuple):
-    """A port that can be used, and how near its device is to a rank."""
-
-    nearness: Nearness
-    device: RdmaDevice
-    port: RdmaPort
-
-
 def active_ports(devices: Iterable[RdmaDevice]) -> list[DevicePort]:
     """Returns the active ports that have GIDs."""
     return [(device, port) for device, port in _ports(devices) if _state(device, port) == "active"]
-
-
-def placed_ports(ports: Iterable[DevicePort], near: Place = NOWHERE, root: Path = SYSFS) -> list[PlacedPort]:
-    """Sorts `active_ports`: the nearest first, and of equally near ports the fastest first.
-
-    Of InfiniBand and RoCE ports, only the ports of one kind are returned, because ports of different kinds can't be
-    connected. The chosen kind is the kind whose ports have the higher total rate, so that all hosts with the same
-    adapters use the same kind.
-    """
-    nearness = NearnessTo(near, root)
-    found = [PlacedPort(nearness(device.pci_path, device.numa_node), device, port) for device, port in ports]
-    rates: dict[str, float] = {}
-    for _, _, port in found:
-        rates[port.link_layer] = rates.get(port.link_layer, 0) + port.rate
-    kind = max(rates, key=lambda layer: (rates[layer], layer), default="")
-    found = [placed for placed in found if placed.port.link_layer == kind]
-    return sorted(found, key=_distance)
-
-
-def _distance(placed: PlacedPort) -> tuple[Nearness, float]:
-    """Returns a value that is smaller for a nearer port and, of equally near ports, for a faster port."""
-    return placed.nearness, -placed.port.rate
 
 
 def choose_devices(
@@ -314,9 +284,9 @@ def choose_devices(
     local_rank: int = 0,
     root: Path = SYSFS,
 ) -> list[DeviceChoice]:
-    """Chooses the rank's device: the first of the `placed_ports` that the options allow. Of the devices that
-    `options.devices` names, chooses the first two, in the order of their names. Several ports that are equally near and
-    fast are divided among a node's ranks (`nearest`).
+    """Chooses one device: the nearest of the ports that the options allow; of equally near ports, the fastest. Of the
+    devices that `options.devices` names, chooses two by the same rule, in the order of their names. Several ports that
+    are equally near and fast are divided among a node's ranks (`nearest`).
 
     By default the GID is the port's `best_gid`. Options override the choice of device, port and GID.
 
@@ -332,24 +302,29 @@ def choose_devices(
             devices, ports or GIDs that exist.
         RuntimeUnavailableError: no device has an active port.
     """
+    nearness = NearnessTo(near, root)
+
+    def distance(placed: DevicePort) -> tuple[Nearness, float]:
+        device, port = placed
+        return nearness(device.pci_path, device.numa_node), -port.rate
+
     option, names = ("devices", options.devices) if options.devices else ("device", (options.device,))
-    ports = [
-        nearest(_usable_ports(devices, options, option, name, near, root), _distance, 1, local_rank)[0]
-        for name in names
-    ]
+    ports = [nearest(_usable_ports(devices, options, option, name), distance, 1, local_rank)[0] for name in names]
     chosen = []
-    for _, device, port in nearest(ports, _distance, RAILS, local_rank):
+    for device, port in nearest(ports, distance, RAILS, local_rank):
         assert port.best_gid is not None
         index = port.best_gid.index if options.gid_index is None else options.gid_index
         chosen.append(DeviceChoice(device, port.number, index))
     return chosen
 
 
-def _usable_ports(
-    devices: list[RdmaDevice], options: RdmaOptions, option: str, name: str | None, near: Place, root: Path
-) -> list[PlacedPort]:
-    """Returns the `placed_ports` that the options allow. `name` is the value of the option `option`, or one of its
-    names; None for all devices.
+def _usable_ports(devices: list[RdmaDevice], options: RdmaOptions, option: str, name: str | None) -> list[DevicePort]:
+    """Returns the active ports that the options allow. `name` is the value of the option `option`, or one of its names;
+    None for all devices.
+
+    Of InfiniBand and RoCE ports, only the ports of one kind are returned, because ports of different kinds can't be
+    connected. The chosen kind is the kind whose ports have the higher total rate, so that all hosts with the same
+    adapters use the same kind.
     """
     if name is not None:
         names = _listed(device.name for device in devices)
@@ -369,7 +344,11 @@ def _usable_ports(
     if not having:
         there = "; ".join(f"{device.name} port {port.number}: {_listed(port.gids)}" for device, port in active)
         raise ArgumentError("gid_index", f"no active port has a GID {index}; there is {there}")
-    return placed_ports(having, near, root)
+    rates: dict[str, float] = {}
+    for _, port in having:
+        rates[port.link_layer] = rates.get(port.link_layer, 0) + port.rate
+    kind = max(rates, key=lambda layer: (rates[layer], layer))
+    return [(device, port) for device, port in having if port.link_layer == kind]
 
 
 def _state(device: RdmaDevice, port: RdmaPort) -> str:

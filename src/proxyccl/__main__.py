@@ -28,6 +28,7 @@ class _ShowVersion(argparse.Action):
 
 _COMMANDS = {
     "info": "list devices and libraries, and how to install missing ones",
+    "bench": "measure rings or collectives, in a clone of the repository",
     "compile": "compile shipped kernels now, before their first use",
     "tune": "measure the collectives' algorithms, and keep the fastest for later jobs of as many ranks",
     "daemon": "run the proxies of this node's ranks, until SIGTERM",

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
+import os
 import platform
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from proxyccl import ArgumentError, FabricOptions, RdmaOptions, RuntimeUnavailableError, rdma_devices
+from proxyccl.channels.transfers import fabric
+from proxyccl.device.errors import DriverError
 from proxyccl.proxy.fabric.library import FabricOffer, best_of, choose_offers
 from proxyccl.proxy.placement import Place
 from proxyccl.proxy.remote_options import MOST_WIRES
 from proxyccl.proxy.verbs.devices import choose_devices
+from proxyccl.tools import info
 from support.sysfs import expand, put
 
 
@@ -99,7 +106,7 @@ def test_of_named_interfaces_a_rank_uses_the_two_nearest_in_their_order(tmp_path
     assert domains(like_another[::-1], ["eth1", "eth0"]) == ["eth1", "eth0"]
     gpus = expand("p5_efa", tmp_path)
     names = [device.name for device in rdma_devices(tmp_path)]
-    offers = [offer("efa", f"{name}-rdm", ordered=False) for name in names]
+    offers = of_efa(tmp_path)
     chosen = [domains(offers, names, Place(gpus["gpu0"]), local_rank=i, root=tmp_path) for i in range(3)]
     beside = [name for name in names if 1 <= int(gpus["gpu0"][5:7], 16) - int(name[5:-2]) <= 4]
     assert [name for pair in chosen[:2] for name in pair] == [f"{name}-rdm" for name in beside]
@@ -122,13 +129,86 @@ def test_interfaces_that_can_not_be_used_together_are_refused(names: list[str], 
         choose_offers([*EFA, *TCP], FabricOptions(interfaces=names))
 
 
+def of_efa(root: Path) -> list[FabricOffer]:
+    return [offer("efa", f"{device.name}-rdm", ordered=False) for device in rdma_devices(root)]
+
+
+def driver_of(gpus: list[str], current: int = 0) -> Any:
+    """Returns a driver of GPUs at these PCI addresses, of which one is the thread's current device."""
+    return SimpleNamespace(
+        device_count=lambda: len(gpus),
+        current_device=lambda: current,
+        device=lambda number: SimpleNamespace(pci_address=gpus[number]),
+    )
+
+
+def first_agents(monkeypatch: pytest.MonkeyPatch, process: int) -> None:
+    """Makes the next agents the first ones of a process."""
+    monkeypatch.setattr(fabric, "_agents_at", defaultdict(itertools.count))
+    monkeypatch.setattr(os, "getpid", lambda: process)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_agents_use_the_nearest_devices_of_their_gpus_in_turns(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = list(expand("p5_efa", tmp_path).values())
+    offers = of_efa(tmp_path)
+    options = FabricOptions(interfaces=tuple(each.domain for each in offers) if named else None)
+    first_agents(monkeypatch, 7)
+    for turn, (current, gpu) in itertools.product(range(5), enumerate(gpus)):
+        chosen = fabric.choose_offer(offers, options, driver_of(gpus, current), tmp_path)
+        assert chosen.domain == f"rdmap{int(gpu[5:7], 16) - 4 + (current + turn) % 4}s0-rdm"
+
+
+def test_processes_that_see_one_gpu_or_none_start_with_different_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {8, 9})  # cores of NUMA node 1
+    gpu = next(iter(expand("p5_efa", tmp_path).values()))
+    offers = of_efa(tmp_path)
+
+    def refuse() -> int:
+        raise DriverError("cuCtxGetCurrent", 3, "not initialized")
+
+    in_a_forked_child = SimpleNamespace(current_device=refuse)
+    of_gpu, of_node = range(79, 83), range(147, 202)
+    for driver, devices in ((driver_of([gpu]), of_gpu), (None, of_node), (in_a_forked_child, of_node)):
+        chosen = set()
+        for process in range(7, 7 + 16):
+            first_agents(monkeypatch, process)
+            chosen.add(fabric.choose_offer(offers, FabricOptions(), driver, tmp_path).domain)
+        assert chosen == {each.domain for each in offers if int(each.domain[5:-6]) in devices}
+
+
+def test_agents_use_the_same_one_of_named_interfaces_with_addresses() -> None:
+    options = FabricOptions(interfaces=["eth1", "eth0"])
+    assert [fabric.choose_offer(TCP, options, None).domain for _ in range(3)] == ["eth1"] * 3
+
+
+def test_info_lists_devices_of_efa_and_interfaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = expand("p5_efa", tmp_path)
+    put(tmp_path / "class/net/eth0", {"operstate": "up", "speed": "25000", "device/numa_node": "1"})
+    offers = [SHM, *of_efa(tmp_path), *TCP[:4]]
+    findings = info._placement({name: Place(address) for name, address in gpus.items()}, offers, tmp_path)
+    efa = "(for libfabric alone, active, 100 Gbit/s"
+    assert [finding.detail for finding in findings if finding.name == "gpu1"] == [
+        f"same PCIe switch: rdmap96s0, rdmap98s0, rdmap99s0 {efa}); rdmap97s0 {efa}, used by fabric (efa))",
+        f"same NUMA node: rdmap79s0 … rdmap133s0, 12 adapters {efa})",
+        f"other NUMA node: eth0 (network interface, up, 25 Gbit/s); rdmap147s0 … rdmap201s0, 16 adapters {efa})",
+    ]
+    monkeypatch.setenv("PROXYCCL_FABRIC", "provider=shm")
+    (finding,) = info._placement({"NUMA node 0": Place(node=0)}, [SHM], tmp_path / "without adapters")
+    assert finding.detail == "unknown place: shm (this host alone, used by fabric (shm))"
+
+
 def test_efa_devices_are_used_by_libfabric_and_not_by_verbs(tmp_path: Path) -> None:
     gpus = expand("p5_efa", tmp_path)
     devices = rdma_devices(tmp_path)
     assert len(devices) == 32
     with pytest.raises(RuntimeUnavailableError, match=r"rdmap79s0 port 1 .* without reliable connections"):
         choose_devices(devices, RdmaOptions(), Place(gpus["gpu0"]), root=tmp_path)[0]
-    offers = [offer("efa", f"{device.name}-rdm", ordered=False) for device in devices]
+    offers = of_efa(tmp_path)
     for rank, gpu in enumerate(gpus.values()):
         beside = int(gpu[5:7], 16)
         chosen = {

@@ -103,8 +103,10 @@ here, there = open_runtime("hip", 0), open_runtime("hip", 3)
 here.activate()
 memory = there.allocate(64)
 print(driver.current(), there.pointer_device(memory.ptr), there.pointer_device(id(memory)))
+there.activate()
+print(driver.current_device())
 """)
-    assert out == "0 3 None"
+    assert out == "0 3 None\n3"
 
 
 def test_memory_has_an_owner_an_extent_and_a_number() -> None:

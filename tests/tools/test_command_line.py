@@ -40,6 +40,12 @@ def refused(*arguments: str) -> str:
     return result.stderr
 
 
+def test_bench_passes_arguments_on_to_the_benchmark() -> None:
+    result = proxyccl("bench", "ring", "--help")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage: ring.py")
+
+
 def test_info_tells_what_there_is_and_how_to_get_the_rest() -> None:
     result = proxyccl("info")
     assert result.returncode == 0, result.stderr

@@ -135,6 +135,26 @@ def test_ranks_that_have_learned_different_things_choose_alike() -> None:
     on_ranks(body, MIDDLE)
 
 
+def test_what_the_ranks_choose_does_not_change_a_sum() -> None:
+    """With three ranks, the rounded sum depends on the order of addition."""
+
+    def body(rank: Rank) -> None:
+        values = torch.randn(MIDDLE, generator=torch.Generator().manual_seed(rank.rank))
+        results = set()
+
+        def sums(one: Callable[[], str]) -> str:
+            rank.x = torch_on_hip.on_gpu(values.clone(), rank.rank)
+            chosen = one()
+            results.add(torch_on_hip.on_cpu(rank.x).numpy().tobytes())
+            return chosen
+
+        for one, expected in ((rank.waited_at_once, "default"), (rank.computing_beside, "efficiency")):
+            rank.until(lambda one=one: sums(one), expected)
+        assert len(results) == 1
+
+    on_ranks(body, MIDDLE, 3)
+
+
 def test_a_long_reduction_whose_future_is_taken_is_by_proxy_while_the_gpu_is_late() -> None:
     def body(rank: Rank) -> None:
         rank.comm.all_reduce(rank.x, cta_policy="zero")  # loads the kernel, which waits for busy streams

@@ -52,13 +52,18 @@ def test_programs_run_beside_gloo_and_report_their_rows(tmp_path: Path) -> None:
 
 def test_programs_of_others_run_by_each_contender_and_agree(tmp_path: Path) -> None:
     path = tmp_path / "programs.json"
-    options = ["--quick", "--json", str(path), "-p", "tensor-parallel", "pipelines", "--contenders", "proxyccl", "peer"]
+    families = ("tensor-parallel", "pipelines", "functional", "new-tensors")
+    options = ["--quick", "--json", str(path), "-p", *families, "--contenders", "proxyccl", "peer"]
     done = run_programs(options)
     assert done.returncode == 1, done.stdout + done.stderr  # a program that can't run is a failure
     results = json.loads(path.read_text())
-    assert results["failed"] == {"DTensor TP, sequence parallel, under FSDP2": "not run: it takes 4 ranks"}
+    assert results["failed"] == {
+        "two copies of DTensor TP, sequence parallel, under FSDP2": "not run: it takes 4 ranks"
+    }
     names = {row["program"]: [value["name"] for value in row["values"]] for row in results["rows"]}
-    assert {"DTensor TP, sequence parallel", "pipeline, GPipe", "pipeline, DualPipeV"} <= set(names)
+    some = {"DTensor TP, sequence parallel, under FSDP2", "pipeline, GPipe", "pipeline, DualPipeV"}
+    some |= {"functional collectives, eager", "all_gather, new tensors, 256 KiB"}
+    assert some <= set(names)
     assert all(each == ["proxyccl", "gloo"] for each in names.values())
     values = [value for row in results["rows"] for value in row["values"]]
     assert all(value[key] > 0 for value in values for key in ("value", "first_ms", "late", "cpu_ms"))

@@ -99,6 +99,8 @@ def test_a_flight_record_without_a_group_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(flight_recorder, "groups", {})  # other tests' groups must not be found
     with pytest.raises(RuntimeError, match="expected init_process_group"):
         write_flight_record(str(tmp_path / "record"))
+    with pytest.raises(TypeError, match="prefix: expected a str"):
+        write_flight_record(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ahead", [0, 5])

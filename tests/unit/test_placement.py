@@ -124,10 +124,57 @@ def test_a_gpu_that_sysfs_does_not_know_is_near_to_no_adapter(tmp_path: Path) ->
     assert choice.device.name == "mlx5_0"
 
 
-def test_info_lists_the_adapters_of_each_gpu_by_nearness(tmp_path: Path) -> None:
-    gpus = expand("mixed", tmp_path)
-    findings = info._placement({"cuda:1": Place(gpus["gpu1"]), "NUMA node 1": Place(node=1)}, tmp_path)
-    assert {finding.name: finding.detail for finding in findings} == {
-        "cuda:1": "same NUMA node: mlx5_0 port 1 200 Gbit/s; other NUMA node: mlx5_3 port 1 200 Gbit/s",
-        "NUMA node 1": "same NUMA node: mlx5_3 port 1 200 Gbit/s; other NUMA node: mlx5_0 port 1 200 Gbit/s",
-    }
+@pytest.mark.parametrize(
+    ("machine", "gpu", "expected"),
+    [
+        (
+            "mixed",
+            1,
+            [
+                "same NUMA node: mlx5_0 (InfiniBand, active, 200 Gbit/s, used by verbs); "
+                "mlx5_1 (RoCE, active, 100 Gbit/s)",
+                "other NUMA node: mlx5_2 (RoCE, active, 100 Gbit/s); mlx5_3 (InfiniBand, active, 200 Gbit/s); "
+                "mlx5_bond_0 (RoCE, active, 50 Gbit/s)",
+            ],
+        ),
+        (
+            "dgx_h100",
+            6,
+            [
+                "same PCIe switch: mlx5_10 (InfiniBand, active, 400 Gbit/s, used by verbs)",
+                "same NUMA node: mlx5_6, mlx5_9, mlx5_11 (InfiniBand, active, 400 Gbit/s); "
+                "mlx5_7 (RoCE, active, 200 Gbit/s); mlx5_8 (RoCE, down, 200 Gbit/s)",
+                "other NUMA node: mlx5_0, mlx5_3, mlx5_4, mlx5_5 (InfiniBand, active, 400 Gbit/s); "
+                "mlx5_1 (RoCE, active, 200 Gbit/s); mlx5_2 (RoCE, down, 200 Gbit/s)",
+            ],
+        ),
+        (
+            "one_adapter",
+            1,
+            [
+                "other NUMA node: mlx5_0 (RoCE, active, 100 Gbit/s, used by verbs); mlx5_1 (RoCE, down, 40 Gbit/s)",
+            ],
+        ),
+    ],
+)
+def test_info_lists_the_adapters_of_each_gpu_by_nearness(
+    machine: str, gpu: int, expected: list[str], tmp_path: Path
+) -> None:
+    places = {name: Place(address) for name, address in expand(machine, tmp_path).items()}
+    findings = list(info._placement(places, [], tmp_path))
+    assert [finding.detail for finding in findings if finding.name == f"gpu{gpu}"] == expected
+    assert all(finding.available for finding in findings)
+
+
+def test_info_says_which_adapters_can_not_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = expand("one_adapter", tmp_path)
+    monkeypatch.setenv("PROXYCCL_RDMA", "device=mlx5_9")
+    *_, choice = info._placement({"cuda:0": Place(gpus["gpu0"])}, [], tmp_path)
+    assert (choice.name, choice.available) == ("choice", False)
+    assert choice.detail.startswith("device: no RDMA device 'mlx5_9'; there is mlx5_0, mlx5_1")
+    monkeypatch.delenv("PROXYCCL_RDMA")
+    put(tmp_path / "class/infiniband/mlx5_0/ports/1", {"state": "1: DOWN"})
+    put(tmp_path / "class/infiniband/mlx5_0/ports/2", {"state": "2: INIT", "link_layer": "InfiniBand"})
+    (finding,) = info._placement({"NUMA node 0": Place(node=0)}, [], tmp_path)
+    down = "mlx5_0 port 1 (RoCE, down, 100 Gbit/s); mlx5_0 port 2 (InfiniBand, init, 0 Gbit/s)"
+    assert (finding.detail, finding.available) == (f"same NUMA node: {down}; mlx5_1 (RoCE, down, 40 Gbit/s)", False)
