@@ -740,8 +740,9 @@ class Communicator(CollectiveCalls):
         Allocations of less than 1 MiB, which hold the words that kernels need, and arrays that calls have made stay on
         the device, as do arrays of other libraries, such as registered torch tensors.
 
-        While a communicator is suspended, its calls raise SuspendedError. Neither graphs, kernels of the program nor
-        other communicators may then use the communicator's memory. The communicator can be closed. A rank that ends
+        While a communicator is suspended, its calls raise SuspendedError, and so does every use of its `empty` arrays.
+        Neither graphs, kernels of the program nor views of the arrays, such as torch tensors, may then use the
+        communicator's memory, and nothing checks this. The communicator can be closed. A rank that ends
         makes the communicator fail, as always. Communicators that were split from this one are not suspended with it,
         nor are arrays that it took over by `shrink` or `grow`.
 
@@ -752,10 +753,15 @@ class Communicator(CollectiveCalls):
         Raises:
             RuntimeUnavailableError: the communicator was not made with `suspendable`, or remote transports connect some
                 of its ranks.
+            ArgumentError: `save` is not a bool; or a rank has registered one of the arrays with an agent, or with a
+                communicator that has a rank in another process. The communicator stays usable.
             SuspendedError: the communicator is suspended already.
+            MismatchError: a rank makes another call, or passes a different `save`. No memory was given back.
             CommunicatorError: a rank failed during the call.
         """
-        self._group.suspend(save=as_flag(save, "save"))
+        if save is not True and save is not False:  # a wrong value that counts as false would lose the contents
+            raise ArgumentError("save", f"must be True or False, not {save!r}")
+        self._group.suspend(save=save)
 
     def resume(self) -> None:
         """Allocates device memory again at the same addresses, after `suspend`. All ranks call this together.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
 from proxyccl.channels.segment.control import MEMORY_PURPOSES, ControlSegment, MemoryPurpose
 from proxyccl.device._native import ffi
+from proxyccl.device.arrays.array import Array
 from proxyccl.device.runtime import Memory, Runtime
 
 _LEAST_BLOCK = 1 << 20
@@ -22,6 +23,15 @@ _DEAD: frozenset[MemoryPurpose] = frozenset({"scratch", "staging"})
 _STAYING: frozenset[MemoryPurpose] = frozenset({"channels", "results"})
 """The purposes of memory that is never given back: reports read the words of channels, and a call that returns a result
 must not wait for a block.
+"""
+
+_OF_PROGRAMS: frozenset[MemoryPurpose] = frozenset({"arrays", "experts"})
+"""The purposes of memory whose arrays programs use directly."""
+
+claims: list[Callable[[int, int, set[bytes]], str]] = []
+"""Functions that return why the memory from a start to an end can't be suspended, or "" if there is no reason. Their
+third argument is the tokens of the processes whose ranks take part in `suspend`. Modules that make other processes use
+memory by handle add their functions here, because this module must not import them.
 """
 
 Ranges = Sequence[tuple[int, int]]
@@ -59,6 +69,7 @@ class DeviceMemory:
         self._runtime, self._control, self.suspendable = runtime, control, suspendable
         self._pieces: weakref.WeakKeyDictionary[Memory, _Piece] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()  # guards insertions against iterations; no finalizer takes it
+        self._arrays: weakref.WeakSet[Array] = weakref.WeakSet()
         self._chosen: list[_Chosen] = []
         self._suspended = False
 
@@ -84,6 +95,12 @@ class DeviceMemory:
         with self._lock:
             self._pieces[memory] = piece
 
+    def add_array(self, array: Array, purpose: MemoryPurpose) -> None:
+        """Notes an array in memory from `allocate`, so that it refuses use while its memory is suspended."""
+        if self.suspendable and purpose in _OF_PROGRAMS:
+            with self._lock:
+                self._arrays.add(array)
+
     def _live(self) -> list[tuple[Memory, _Piece]]:
         with self._lock:
             pieces = list(self._pieces.items())
@@ -108,10 +125,28 @@ class DeviceMemory:
 
     # -- while the group is suspended ---
 
-    def choose(self) -> list[int]:
-        """Chooses the blocks for `suspend`, keeps them alive until `finish`, and returns their addresses."""
+    def choose(self) -> None:
+        """Chooses the blocks for `suspend`, and keeps them alive until `finish`. Until then, the arrays in the blocks
+        refuse use.
+        """
         self._chosen = [_Chosen(memory, piece) for memory, piece in self._live() if piece.block]
-        return [each.memory.ptr for each in self._chosen]
+        self._set_arrays(suspended=True)
+
+    def open_blocks(self) -> list[int]:
+        """Returns the addresses of the chosen blocks that were not freed."""
+        return [each.memory.ptr for each in self._open()]
+
+    def claim(self, processes: set[bytes]) -> str:
+        """Returns why a chosen block can't be suspended (`claims`), or ""."""
+        ranges = [(each.memory.ptr, each.memory.ptr + each.memory.nbytes) for each in self._open()]
+        return next(filter(None, (claim(*each, processes) for each in ranges for claim in claims)), "")
+
+    def _set_arrays(self, *, suspended: bool) -> None:
+        with self._lock:
+            arrays = list(self._arrays)
+        for array in arrays:
+            if self.has_chosen(array.memory.ptr):
+                array.set_suspended(suspended)
 
     def has_chosen(self, ptr: int) -> bool:
         """Returns whether an address lies in a chosen block."""
@@ -146,7 +181,8 @@ class DeviceMemory:
                 self._runtime.copy(each.memory.ptr + offset, _address(part), len(part))
 
     def finish(self) -> None:
-        """Drops the saved contents, after all ranks have resumed."""
+        """Drops the saved contents, and makes the arrays usable, after all ranks have resumed."""
+        self._set_arrays(suspended=False)
         self._chosen = []
 
     def _open(self) -> list[_Chosen]:

@@ -25,6 +25,7 @@ from proxyccl.channels.liveness.host_links import HostLink
 from proxyccl.channels.liveness.watcher import Watcher, WatchThread
 from proxyccl.channels.peer_links import PeerLinks
 from proxyccl.channels.segment.call_log import CallLog
+from proxyccl.channels.segment.calls import CollectiveCall, register_names
 from proxyccl.channels.segment.control import Presence
 from proxyccl.channels.segment.published import Neighbour, Published
 from proxyccl.channels.semaphore_words import SemaphoreWords
@@ -77,14 +78,23 @@ class StreamWaits(Protocol):
 
 
 class _Blocks(Message, frozen=True):
-    """The addresses of the blocks that a rank suspends, and the token of the rank's process."""
+    """The addresses of a rank's suspended blocks, the token of the rank's process, and why the rank can't resume its
+    blocks, "" if it has resumed them.
+    """
 
     process: bytes
     bases: list[Uint64]
+    lack: str = ""
 
 
 _BLOCKS = Codec(_Blocks, 16 << 20, name="suspended blocks")
-_REASON = Codec[str](str, 64 << 10, name="reason not to resume")
+_REASON = Codec[str](str, 64 << 10, name="reason not to suspend")
+_SUSPEND, _SUSPEND_WITHOUT_SAVING = "suspend", "suspend(save=False)"
+register_names(_SUSPEND, _SUSPEND_WITHOUT_SAVING)
+
+
+def _of_ranks(reasons: list[str]) -> str:
+    return "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
 
 
 class Group:
@@ -154,7 +164,6 @@ class Group:
         self.kept: list[Shared] = []
         self.semaphore_words = SemaphoreWords(self.runtime, self.device_memory, self.mappings, exchange, self.keep)
         self.stream_waits: list[StreamWaits] = []
-        self._suspended_blocks: list[_Blocks] = []
         self._aftermath = Aftermath(
             self.rank,
             self.control,
@@ -456,28 +465,39 @@ class Group:
         """Gives this group's device memory back on all ranks, which call this together. See `Communicator.suspend`."""
         self.failure.require_usable()
         if not self.device_memory.suspendable:
-            raise RuntimeUnavailableError("suspend: expected a communicator that was made with suspendable=True")
+            raise RuntimeUnavailableError(
+                "suspend: expected a communicator that was made with suspendable=True (a torch group: with "
+                "pg_options=proxyccl.torch.Options(suspendable=True)), or with PROXYCCL_SUSPENDABLE=1"
+            )
         if self.topology.has_remote_pairs():
             raise RuntimeUnavailableError("suspend: memory that network devices have registered can't be given back")
+        self.launches.agree(CollectiveCall(_SUSPEND if save else _SUSPEND_WITHOUT_SAVING))
         self.failure.suspend()
-        try:
-            self.launches.recheck_next_call()
-            self.launches.wait_for_launchers()
-            self.synchronize()
-            self.links.drain()
-            own = _Blocks(forks.here().token, self.device_memory.choose())
-            every = self.exchange.all_gather(own, _BLOCKS, "suspend: all work is done")
-            self._withdraw_elsewhere({blocks.process for blocks in every})
-            self.symmetric.update(wait=True)  # maps all announced memory, because suspended memory can't be mapped
-            self.exchange.barrier("suspend: all announced memory is mapped")
-            self._suspended_blocks = every
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._wake)
+            with self._failing("suspend"):
+                self.launches.recheck_next_call()
+                self.launches.wait_for_launchers()
+                self.device_memory.choose()
+                self.synchronize()
+                self.links.drain()
+                own = _Blocks(forks.here().token, self.device_memory.open_blocks())
+                every = self.exchange.all_gather(own, _BLOCKS, "suspend: all work is done")
+                processes = {blocks.process for blocks in every}
+                refusal = self.device_memory.claim(processes)
+                if not refusal:
+                    for other in groups_beyond(processes):
+                        other.symmetric.withdraw_if(lambda announced: self.device_memory.has_chosen(announced.start))
+                    self.symmetric.update(wait=True)  # maps all announced memory: suspended memory can't be mapped
+                refusals = self.exchange.all_gather(refusal, _REASON, "suspend: all announced memory is mapped")
+            if any(refusals):
+                raise ArgumentError("memory", f"suspend: {_of_ranks(refusals)}")
+            undo.pop_all()
+        with self._failing("suspend"):
             self.device_memory.save(arrays=save)
-            self._set_mapped(False)
+            self._set_mapped(every, False)
             self.exchange.barrier("suspend: all ranks have unmapped it")
             self.device_memory.suspend()
-        except BaseException as error:
-            self._give_up_suspending("suspend", error)
-            raise
 
     def resume(self) -> None:
         """Undoes `suspend` on all ranks, which call this together. See `Communicator.resume`."""
@@ -485,49 +505,46 @@ class Group:
         if not self.failure.suspended:
             self.failure.require_usable()
             raise SuspendedError("the communicator is not suspended")
-        reason = ""
-        try:
+        lack = ""
+        with self._failing("resume"):
             try:
                 self.device_memory.resume()
             except ResourceError as error:
-                reason = str(error)
-            reasons = self.exchange.all_gather(reason, _REASON, "resume: memory is allocated")
-            lacking = [f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why]
-            if not lacking:
-                self._set_mapped(True)
+                lack = str(error)
+            own = _Blocks(forks.here().token, self.device_memory.open_blocks(), lack)
+            every = self.exchange.all_gather(own, _BLOCKS, "resume: memory is allocated")
+            lacks = [blocks.lack for blocks in every]
+            if not any(lacks):
+                self._set_mapped(every, True)
                 self.exchange.barrier("resume: all ranks have mapped it")
-            elif not reason:
+            elif not lack:
                 self.device_memory.suspend()
-        except BaseException as error:
-            self._give_up_suspending("resume", error)
-            raise
-        if lacking:
-            raise ResourceError(f"resume: the communicator stays suspended; {'; '.join(lacking)}")
+        if any(lacks):
+            raise ResourceError(f"resume: the communicator stays suspended; {_of_ranks(lacks)}")
+        self._wake()
+
+    def _wake(self) -> None:
+        """Makes this rank's arrays and calls usable again."""
         self.device_memory.finish()
-        self._suspended_blocks = []
         self.failure.resume()
         self.launches.recheck_next_call()
 
-    def _withdraw_elsewhere(self, processes: set[bytes]) -> None:
-        """Withdraws this rank's blocks from groups with ranks in other processes, which can't take part in `resume` and
-        would keep the blocks' former memory mapped.
-        """
-        with open_lock:
-            others = [g for g in open_groups if any(r.process.token not in processes for r in g.topology.ranks)]
-        for other in others:
-            other.symmetric.withdraw_if(lambda announced: self.device_memory.has_chosen(announced.start))
-
-    def _set_mapped(self, mapped: bool) -> None:
+    def _set_mapped(self, every: list[_Blocks], mapped: bool) -> None:
         """Unmaps or maps the ranks' blocks in this process, and in the process of this rank's proxy."""
-        for blocks in self._suspended_blocks:
+        for blocks in every:
             for owner in (self.runtime, self.links.proxy_if_started):
                 if owner is not None:
                     owner.set_mapped(blocks.process, blocks.bases, mapped)
 
-    def _give_up_suspending(self, operation: str, error: BaseException) -> None:
-        """Makes the group fail, because some ranks' memory may be mapped and others' not."""
-        if not self.failure.aborted:
-            self.failure.abort(f"{operation}: {type(error).__name__}: {error}")
+    @contextlib.contextmanager
+    def _failing(self, operation: str) -> Iterator[None]:
+        """Returns a context in which an error makes the group fail, because other ranks may have completed the step."""
+        try:
+            yield
+        except BaseException as error:
+            if not self.failure.aborted:
+                self.failure.abort(f"{operation}: {type(error).__name__}: {error}")
+            raise
 
     # -- the end ---
 
@@ -793,3 +810,11 @@ releasing: list[tuple[Thread, float]] = []
 open_lock = threading.Lock()
 """Held while `open_groups` or `releasing` is changed."""
 forks.hold_while_forking(open_lock)
+
+
+def groups_beyond(processes: set[bytes]) -> list[Group]:
+    """Returns this process's open groups that have a rank in a process other than those with the given tokens. Such a
+    process can't take part in `resume`, and would keep the former memory of blocks mapped.
+    """
+    with open_lock:
+        return [group for group in open_groups if {rank.process.token for rank in group.topology.ranks} - processes]

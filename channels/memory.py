@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from proxyccl.channels.calls._calls import NAMED_BY_PROXIES, RECEIVED_BY_PROXIES
-from proxyccl.channels.group import Group
+from proxyccl.channels.device_memory import claims
+from proxyccl.channels.group import Group, groups_beyond
 from proxyccl.channels.ranks import as_rank
 from proxyccl.channels.segment.control import MemoryPurpose
 from proxyccl.channels.symmetric import Announced
@@ -77,6 +78,7 @@ def allocate(
     take = group.symmetric.allocate if symmetric else group.device_memory.allocate
     array = Array(group.runtime, take(max(nbytes, 1), purpose), dims, element)
     array.address = array.ptr
+    group.device_memory.add_array(array, purpose)
     return array
 
 
@@ -401,4 +403,15 @@ class RegisteredMemory:
         self._owner = None
 
 
+def _claimed(start: int, end: int, processes: set[bytes]) -> str:
+    """Implements `claims`: memory that a group with a rank in another process has registered."""
+    for shared in [each for other in groups_beyond(processes) for each in other.kept]:
+        if isinstance(shared, RegisteredMemory) and shared.ptr < end and start < shared.ptr + shared.nbytes:
+            return (
+                f"memory at {start:#x} is registered with a communicator of other processes; expected deregister before"
+            )
+    return ""
+
+
+claims.append(_claimed)
 libraries.register(RegisteredMemory, lambda memory: current_stream(memory.array))

@@ -78,7 +78,9 @@ class ClosedError(ProxyCCLError):
 
 
 class SuspendedError(ProxyCCLError, RuntimeError):
-    """The communicator is suspended, so the call moved no data; or `resume` was called while it is not suspended."""
+    """The communicator, or the communicator of the call's array, is suspended, so the call moved no data; or `resume`
+    was called on a communicator that is not suspended.
+    """
 
 
 class ConcurrentCallError(ProxyCCLError, RuntimeError):

@@ -19,6 +19,7 @@ from proxyccl.channels.segment.published import RankPublication, find_ranks
 from proxyccl.device._native import lib
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Message
+from proxyccl.proxy.observe.rates import MemoryByRank
 from proxyccl.proxy.observe.segment import open_published
 from proxyccl.proxy.processes import is_stopped, start_of
 
@@ -97,18 +98,24 @@ def communicators() -> list[CommunicatorView]:
     return found
 
 
+def device_memory() -> MemoryByRank:
+    """Returns the bytes of device memory by purpose of each rank that has any. Raises ArgumentError as `communicators`
+    does.
+    """
+    return {(each.name, rank.rank): rank.memory for each in communicators() for rank in each.present if rank.memory}
+
+
 def memory_text(job: str | None = None) -> str:
     """Returns a line for each rank that has device memory, of the communicator called `job` or of all, with its bytes
     by purpose; "" if no rank has any.
     """
     lines = []
-    for each in communicators():
-        for rank in each.present if job in (None, each.name) else ():
-            parts = sorted(rank.memory.items(), key=lambda part: -part[1])
-            if parts:
-                purposes = ", ".join(f"{purpose} {nbytes / _MIB:.1f}" for purpose, nbytes in parts)
-                total = sum(rank.memory.values()) / _MIB
-                lines.append(f"{each.name}, rank {rank.rank}: {total:.1f} MiB of device memory ({purposes})")
+    for (name, rank), memory in device_memory().items():
+        if job in (None, name):
+            parts = sorted(memory.items(), key=lambda part: -part[1])
+            purposes = ", ".join(f"{purpose} {nbytes / _MIB:.1f}" for purpose, nbytes in parts)
+            total = sum(memory.values()) / _MIB
+            lines.append(f"{name}, rank {rank}: {total:.1f} MiB of device memory ({purposes})")
     return "\n".join(lines)
 
 

@@ -67,8 +67,9 @@ def run(parsed: Namespace) -> int:
     served: list[command.Server] = []
     if parsed.metrics is not None:
         from proxyccl.proxy.observe import metrics
+        from proxyccl.tools.communicators import device_memory
 
-        served.append(metrics.serve(parsed.metrics))
+        served.append(metrics.serve(parsed.metrics, device_memory))
     if parsed.ras is not None:
         from proxyccl.tools import ras
 

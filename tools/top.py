@@ -10,6 +10,8 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 
+from msgspec.structs import replace
+
 from proxyccl.channels.transfers.published import agents_text
 from proxyccl.device.shown_text import printed_json, shown
 from proxyccl.proxy.codec import Codec
@@ -157,6 +159,8 @@ def run(parsed: Namespace) -> int:
         from proxyccl.tools.web import server
 
         return server.run(parsed.web, parsed.interval, job, process)
+    from proxyccl.tools.communicators import device_memory, memory_text  # imports numpy, which --help does not need
+
     once, as_json = parsed.once, parsed.json
     watch = Watch(job, process)
     with_agents = job is None and process is None
@@ -168,10 +172,10 @@ def run(parsed: Namespace) -> int:
                 break
             any_shown = True
             if as_json:
-                print(printed_json(_RATES.encode(rates).decode()), flush=True)
+                memory = device_memory()
+                all_of = [replace(each, memory=memory.get((each.job, each.rank), {})) for each in rates]
+                print(printed_json(_RATES.encode(all_of).decode()), flush=True)
             else:
-                from proxyccl.tools.communicators import memory_text  # imports numpy, which --json does not need
-
                 parts = table_of(rates), memory_text(job), agents_text() if with_agents else ""
                 text = "\n\n".join(filter(None, parts))
                 print(_CLEAR + _fitting(text) if live else text + ("" if once else "\n"), flush=True)

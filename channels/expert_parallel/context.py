@@ -161,10 +161,11 @@ class DispatchCombineContext:
         self.closed = True
         group = self.group
         if group.failure.usable:
-            group.launches.agree(CollectiveCall(FINALIZE))
-            group.synchronize()
-            group.links.drain()
-            group.exchange.barrier("finalize")  # before this barrier a peer may write to this rank's memory
+            if not group.failure.suspended:  # `suspend` has ended all ranks' work
+                group.launches.agree(CollectiveCall(FINALIZE))
+                group.synchronize()
+                group.links.drain()
+                group.exchange.barrier("finalize")  # before this barrier a peer may write to this rank's memory
             group.let_go(self.workspace)
             self.workspace.close()
         self.members.close()

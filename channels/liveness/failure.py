@@ -105,7 +105,8 @@ class FailureState:
         self.state = "suspended"
 
     def resume(self) -> None:
-        self.state = "open"
+        if self.state == "suspended":  # another thread may have closed the group
+            self.state = "open"
 
     @property
     def suspended(self) -> bool:

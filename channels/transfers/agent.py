@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from proxyccl.channels import array_libraries
+from proxyccl.channels.device_memory import claims
 from proxyccl.channels.timeouts import as_seconds, timeout_from
 from proxyccl.channels.transfers.blocks import Rows, as_rows
 from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached, Share
@@ -923,6 +924,19 @@ def _as_key(value: Any, argument: str) -> int:
 
 def _unknown(name: str) -> UnknownAgentError:
     return UnknownAgentError(f"no agent of the name {name!r} was added", name)
+
+
+def _claimed(start: int, end: int, _: set[bytes]) -> str:
+    """Implements `claims`: memory that an agent of this process has registered, and that peers may access any time."""
+    agents = [agent for reference in _agents.valuerefs() if (agent := reference()) is not None and not agent._closed]
+    for agent in agents:
+        for region in agent.regions:
+            if region.address < end and start < region.address + region.nbytes:
+                return f"agent {agent.name!r} has registered {region}; expected deregister before"
+    return ""
+
+
+claims.append(_claimed)
 
 
 def _forget() -> None:

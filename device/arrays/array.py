@@ -20,7 +20,7 @@ from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.arrays.libraries import current_stream, from_torch, libraries
 from proxyccl.device.arrays.view import ArrayView, require_contiguous, require_memory
 from proxyccl.device.base_runtime import BaseRuntime, Memory, StreamLike
-from proxyccl.device.errors import ArgumentError, ClosedError
+from proxyccl.device.errors import ArgumentError, ClosedError, SuspendedError
 
 if TYPE_CHECKING:
     from proxyccl.device._native import VoidPointer  # defined only in the type stub
@@ -38,7 +38,8 @@ class Array:
     ``__cuda_array_interface__`` and ``__dlpack__``.
 
     Attributes:
-        address: `ptr` while the memory exists and this array is its only owner; else None.
+        address: `ptr` while the memory exists, is not suspended, and belongs to this array only; else None. C reads
+            this attribute instead of the slower `ptr`.
     """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, shape: tuple[int, ...], dtype: DType) -> None:
@@ -47,6 +48,7 @@ class Array:
         self.shape = shape
         self.dtype = dtype
         self.address: int | None = None
+        self._suspended = False
         self._views: set[int] = set()
         self._view_numbers = itertools.count()
 
@@ -60,7 +62,16 @@ class Array:
         """Address of the first element."""
         if self.memory.closed:
             raise ClosedError("the array's memory was freed")
+        if self._suspended:
+            raise SuspendedError(f"{self!r} has no memory: its communicator was suspended and did not resume")
         return self.memory.ptr
+
+    def set_suspended(self, suspended: bool) -> None:
+        """Makes `ptr`, and so every use of the elements, raise SuspendedError, or undoes this. Only for the owner of an
+        array that has an `address`.
+        """
+        self._suspended = suspended
+        self.address = None if suspended or self.memory.closed else self.memory.ptr
 
     @property
     def size(self) -> int:

@@ -180,7 +180,8 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
 
     def destroy(self) -> None:
         """See `Connected.destroy`."""
-        usable = self.communicator.group.failure.usable  # after a failure, a barrier would raise an error
+        failure = self.communicator.group.failure
+        usable = failure.usable and not failure.suspended  # otherwise a barrier would raise an error
         if self.explicitly_destroy and self._layers is not None and usable:
             self.barrier(with_cpu_sync=True)
         super().destroy()

@@ -13,10 +13,10 @@ from proxyccl.channels.collectives.range_gathers import RangeGathers
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.geometry import aligned
+from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.deep_ep.arguments import bytes_of
 from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT, MOST_BYTES
 from proxyccl.deep_ep.connected import ElasticBase
-from proxyccl.device.arrays.array import Array
 from proxyccl.device.errors import ArgumentError
 
 _ALIGNMENT = 32
@@ -29,8 +29,8 @@ Handle = Callable[[], None]
 class SessionCalls(ElasticBase):
     """The calls for sessions. In a session, the proxies make all-gathers on the buffer's stream."""
 
-    _gathered: Array | None = None
-    _bytes: torch.Tensor | None = None  # a view of `_gathered` as a tensor of bytes
+    _gathered: RegisteredMemory | None = None  # the memory of the results
+    _bytes: torch.Tensor | None = None  # a view of that memory as a tensor of bytes
     _ranges: RangeGathers | None = None  # gathers several tensors with one schedule
     _most_session_bytes = _most_gathers = 0
     _session = 0
@@ -87,10 +87,10 @@ class SessionCalls(ElasticBase):
         self.barrier(with_cpu_sync=True)
         if self._gathered is None or self._gathered.nbytes < nbytes:
             self._close_sessions()
-            self._gathered = self.communicator.empty(nbytes, "uint8")
-            self.communicator.register(self._gathered)
-            self._bytes = torch.from_dlpack(self._gathered)
-            self._ranges = RangeGathers(self.communicator.collectives, self._gathered.view())
+            array = self.communicator.empty(nbytes, "uint8")
+            self._gathered = self.communicator.register(array)
+            self._bytes = torch.from_dlpack(array)
+            self._ranges = RangeGathers(self.communicator.collectives, array.view())
         self._most_session_bytes, self._most_gathers = nbytes, most
 
     def create_agrs_session(self) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,18 @@ class _Making:
         self.error: BaseException | None = None  # the error that ended the attempt
 
 
+class Settings(NamedTuple):
+    """Arguments of a group's `Communicator`s. None means the setting of the group from which the group is made, or for
+    the default group the setting of the environment.
+    """
+
+    invariant: bool | None = None
+    suspendable: bool | None = None
+
+    def within(self, whole: Settings) -> Settings:
+        return Settings(*(theirs if own is None else own for own, theirs in zip(self, whole, strict=True)))
+
+
 class Endpoints:
     """One rank's communicators: for each device, one of all ranks, and one with each peer for `send` and `recv`.
 
@@ -56,7 +68,7 @@ class Endpoints:
         members: the numbers that this group's ranks have in `whole`.
         runtimes: the runtimes of this rank's GPUs. If None, the runtimes of `whole` are shared; if `whole` is also
             None, new runtimes are opened.
-        invariant: passed to `Communicator`; None takes the setting of `whole`.
+        settings: passed to `Communicator`.
     """
 
     def __init__(
@@ -68,7 +80,7 @@ class Endpoints:
         whole: Endpoints | None = None,
         members: Sequence[int] = (),
         runtimes: DeviceRuntimes | None = None,
-        invariant: bool | None = None,
+        settings: Settings = Settings(),  # noqa: B008  a constant
     ) -> None:
         self._open_store: Any = store
         self._bootstraps: list[StoreBootstrap] = []  # the bootstraps that use the store
@@ -78,8 +90,7 @@ class Endpoints:
         if runtimes is None:
             runtimes = DeviceRuntimes() if whole is None else whole._runtimes
         self._runtimes: DeviceRuntimes = runtimes
-        # The argument `invariant`, or if the argument is None, the setting of `whole`.
-        self.invariant: bool | None = whole.invariant if invariant is None and whole is not None else invariant
+        self.settings = settings
         self._lock = threading.Lock()
         self._making: dict[_Key, _Making] = {}
         self._meetings: Counter[str] = Counter()  # by communicator's name: attempts that did not time out
@@ -240,33 +251,34 @@ class Endpoints:
         the new communicator from that communicator; `members` are the ranks' numbers in `whole`.
         """
         splittable = None if whole is None else whole.made_of_all(device)
+        suspendable = self.settings.suspendable
+        if splittable is not None and suspendable not in (None, splittable.group.device_memory.suspendable):
+            splittable = None  # a split communicator has its parent's setting
         with self.transferring(peer):
             answer = b"" if splittable is None else b"1"
             splits = whole is not None and all(bootstrap.all_gather(answer, seconds, self._require_open))
         if splits:
             assert splittable is not None
             # This call is outside `transferring`, because a failed split's errors already have rank numbers of `whole`.
-            return splittable.split(members, timeout=seconds, bootstrap=bootstrap, invariant=self.invariant)
+            return splittable.split(members, timeout=seconds, bootstrap=bootstrap, invariant=self.settings.invariant)
         with self.transferring(peer):
             own = self._runtimes.of(device)
             compile_early(bootstrap.rank, bootstrap.world_size)
-            return Communicator(bootstrap, own, timeout=seconds, linger=LINGER_SECONDS, invariant=self.invariant)
+            return Communicator(bootstrap, own, timeout=seconds, linger=LINGER_SECONDS, **self.settings._asdict())
 
     def made_of_all(self, device: torch.device) -> Communicator | None:
         """Returns the communicator of all ranks for a device, or None if no usable communicator exists."""
         made = self._made.get((device.type, device.index, None))
         return None if made is None or not made.group.failure.usable else made
 
-    def part(self, store: Any, ranks: Sequence[int], timeout: float, invariant: bool | None = None) -> Endpoints:
+    def part(self, store: Any, ranks: Sequence[int], timeout: float, settings: Settings) -> Endpoints:
         """Returns the endpoints of a subset of the group's ranks. This rank must be in `ranks`. The new communicators
-        are split from the default group's, because the default group lives at least as long as any other group. If
-        `invariant` is None, this group's setting is used.
+        are split from the default group's, because the default group lives at least as long as any other group.
         """
-        if invariant is None:
-            invariant = self.invariant
+        settings = settings.within(self.settings)
         whole = self if self._whole is None else self._whole
         members = [self._members[rank] for rank in ranks] if self._members else list(ranks)
-        return Endpoints(store, list(ranks).index(self._rank), len(ranks), timeout, whole, members, invariant=invariant)
+        return Endpoints(store, list(ranks).index(self._rank), len(ranks), timeout, whole, members, settings=settings)
 
     def shrink(self, store: Any, excluded: Sequence[int], timeout: float) -> Endpoints:
         """Returns the endpoints of the ranks that are not excluded, all of which must call this function.
@@ -275,7 +287,7 @@ class Endpoints:
         """
         members = [rank for rank in range(self._world_size) if rank not in excluded]
         own, count = members.index(self._rank), len(members)
-        shrunk = Endpoints(store, own, count, timeout, runtimes=self._runtimes, invariant=self.invariant)
+        shrunk = Endpoints(store, own, count, timeout, runtimes=self._runtimes, settings=self.settings)
         with self._lock:
             made = {key: comm for key, comm in self._made.items() if key[2] is None}
         for key, comm in made.items():

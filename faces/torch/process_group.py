@@ -16,7 +16,7 @@ from proxyccl.channels.communicator import Communicator
 from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.torch import flight_recorder
 from proxyccl.torch.collectives import Collectives, with_index
-from proxyccl.torch.endpoints import Endpoints
+from proxyccl.torch.endpoints import Endpoints, Settings
 from proxyccl.torch.errors import torch_errors
 from proxyccl.torch.issuing import IS_BACKEND, IssuedCalls
 from proxyccl.torch.on_gpu import compile_early
@@ -87,14 +87,22 @@ class Options(_TorchOptions):
             ``PROXYCCL_INVARIANT``.
         timeout: the bound of every wait in a group of `split_group`. torch's other functions take an argument `timeout`
             instead.
+        suspendable: whether `suspend` of the group's backend may be called (see `Communicator`). If None, as for
+            `invariant`, with ``PROXYCCL_SUSPENDABLE``.
     """
 
-    def __init__(self, invariant: bool | None = None, timeout: timedelta = dist.default_pg_timeout) -> None:
+    def __init__(
+        self,
+        invariant: bool | None = None,
+        timeout: timedelta = dist.default_pg_timeout,
+        suspendable: bool | None = None,
+    ) -> None:
         super().__init__(NAME, timeout=timeout)
-        self.invariant = invariant
+        self.settings = Settings(invariant, suspendable)
 
     def __reduce__(self) -> tuple[type[Options], tuple[Any, ...]]:
-        return Options, (self.invariant, self._timeout)  # torch copies the options of a group that it splits
+        # torch copies the options of a group that it splits
+        return Options, (self.settings.invariant, self._timeout, self.settings.suspendable)
 
 
 @untraced
@@ -111,7 +119,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         whole: the group whose communicators may be split to make this group's; None if there is no such group.
         members: the ranks' numbers in `whole`.
         endpoints: the communicators of these ranks; None if they do not exist yet.
-        invariant: see `Options`.
+        settings: see `Options`.
 
     Attributes:
         endpoints: the communicators of the group.
@@ -128,7 +136,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         whole: ProcessGroupProxyCCL | None = None,
         members: Sequence[int] = (),
         endpoints: Endpoints | None = None,
-        invariant: bool | None = None,
+        settings: Settings = Settings(),  # noqa: B008  a constant
     ) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self._timeout = rank, size, timeout
@@ -136,9 +144,9 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         if endpoints is None:
             store = _unused_part(store, rank)
             endpoints = (
-                Endpoints(store, rank, size, seconds, invariant=invariant)
+                Endpoints(store, rank, size, seconds, settings=settings)
                 if whole is None
-                else whole.endpoints.part(store, members, seconds, invariant)
+                else whole.endpoints.part(store, members, seconds, settings)
             )
         self.endpoints: Endpoints = endpoints
         self.calls = IssuedCalls(rank, size, endpoints)
@@ -171,7 +179,8 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
 
     @property
     def options(self) -> Any:
-        return Options(self.endpoints.invariant, self._timeout)
+        invariant, suspendable = self.endpoints.settings
+        return Options(invariant, self._timeout, suspendable)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Changes the time-out of every later wait."""
@@ -214,7 +223,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         Args:
             store: the store through which this group's ranks exchange addresses.
             ranks: the members of the new group, by their numbers in this group.
-            opts: torch's options, of which only the time-out is used, and if they are `Options`, `invariant`.
+            opts: torch's options, of which only the time-out is used, and if they are `Options`, the settings.
         """
         number = next(self._splits)
         if self._rank not in ranks:
@@ -224,10 +233,8 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         members = list(ranks)
         own = members.index(self._rank)
         of_part = dist.PrefixStore(name, store)
-        invariant = getattr(opts, "invariant", None)
-        part = ProcessGroupProxyCCL(
-            of_part, own, len(members), timeout, whole=self, members=members, invariant=invariant
-        )
+        settings = getattr(opts, "settings", Settings())
+        part = ProcessGroupProxyCCL(of_part, own, len(members), timeout, whole=self, members=members, settings=settings)
         part.calls.group_name = getattr(opts, "group_name", "") or name
         return part
 
@@ -303,8 +310,8 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
 
     def suspend(self, save: bool = True) -> None:
         """Gives the device memory of the group's communicators back to the device until `resume`, after its queued
-        calls have ended. All ranks call this together. See `Communicator.suspend`; the process needs
-        ``PROXYCCL_SUSPENDABLE=1`` before it makes the group.
+        calls have ended. All ranks call this together. See `Communicator.suspend`; the group needs
+        `Options(suspendable=True)`, or ``PROXYCCL_SUSPENDABLE=1`` before it is made.
         """
         self.calls.require_process()
         self.calls.threads.await_calls(time.monotonic() + self._timeout.total_seconds())
@@ -371,8 +378,8 @@ def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
         _await_other_backends(store, rank, size, timeout)
     members = list(options.global_ranks_in_group)
     whole = None if _default is None or not members else _default()
-    invariant = getattr(own_options, "invariant", None)
-    group = ProcessGroupProxyCCL(store, rank, size, timeout, whole=whole, members=members, invariant=invariant)
+    settings = getattr(own_options, "settings", Settings())
+    group = ProcessGroupProxyCCL(store, rank, size, timeout, whole=whole, members=members, settings=settings)
     group.calls.group_name = options.group_id
     if not members:
         compile_early(rank, size)

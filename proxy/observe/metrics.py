@@ -13,6 +13,7 @@ from typing import Any
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.observe.bounded_server import BoundedServer, LocalPages
+from proxyccl.proxy.observe.rates import MemoryByRank
 from proxyccl.proxy.observe.reader import ChannelView, ServiceView, snapshots
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -41,6 +42,7 @@ _RINGS: tuple[_Family, ...] = (
     ("ring_full_slots", "Slots that hold a trigger.", lambda r: r.full),
     ("ring_slots", "Slots.", lambda r: r.size),
 )
+_MEMORY: tuple[_Family, ...] = (("device_memory_bytes", "Device memory of the communicator.", int),)
 _CONNECTIONS: tuple[_Family, ...] = (
     ("connection_triggers_completed_total", "Triggers and sends complete.", lambda c: c.completed),
     ("connection_outstanding_triggers", "Triggers and sends not yet complete.", lambda c: c.outstanding),
@@ -76,8 +78,8 @@ def _labels_of_channel(view: ServiceView, channel: ChannelView) -> Labels:
     return {"channel": channel.id, "ring": channel.ring, **way}
 
 
-def metrics_text(views: Iterable[ServiceView]) -> str:
-    """Returns the services' metrics in Prometheus's text format."""
+def metrics_text(views: Iterable[ServiceView], memory: MemoryByRank) -> str:
+    """Returns the metrics of services, and of ranks' device memory, in Prometheus's text format."""
     seen = [(view, _labels_of(view)) for view in views]
     lines: list[str] = []
 
@@ -107,13 +109,16 @@ def metrics_text(views: Iterable[ServiceView]) -> str:
         for of, c in channels
     ]
     family(name, "summary", text, itertools.chain.from_iterable(sums))
+    purposes = [({"communicator": job, "rank": rank}, used) for (job, rank), used in memory.items()]
+    used = (({**labels, "purpose": purpose}, nbytes) for labels, used in purposes for purpose, nbytes in used.items())
+    families(_MEMORY, used)
     return "\n".join(lines) + "\n"
 
 
 @contextlib.contextmanager
-def serve(port: int) -> Iterator[str]:
-    """A context manager that serves the metrics to this machine at `port`, or at any free port if `port` is 0. The
-    context's value is a text with the URL. Raises the errors of `BoundedServer`.
+def serve(port: int, memory: Callable[[], MemoryByRank]) -> Iterator[str]:
+    """A context manager that serves the metrics to this machine at `port`, or at any free port if `port` is 0. `memory`
+    returns the ranks' device memory. The context's value is a text with the URL. Raises the errors of `BoundedServer`.
     """
 
     class Handler(LocalPages):
@@ -122,7 +127,7 @@ def serve(port: int) -> Iterator[str]:
                 self.send_error(404, "the metrics are at /metrics")
                 return
             try:
-                body = metrics_text(snapshots().values()).encode()
+                body = metrics_text(snapshots().values(), memory()).encode()
             except ArgumentError as error:
                 self.send_error(503, explain=str(error))
                 return

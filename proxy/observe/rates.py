@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -9,6 +10,9 @@ import msgspec
 from proxyccl.proxy.codec import Message
 from proxyccl.proxy.observe.reader import ChannelView, ServiceView, snapshots
 from proxyccl.proxy.thread import IdlePolicy
+
+MemoryByRank = Mapping[tuple[str, int], Mapping[str, int]]
+"""Bytes of device memory by purpose, by the name of a communicator and a rank. Ranks publish them, not services."""
 
 
 class WorkerRates(Message, frozen=True):
@@ -77,6 +81,7 @@ class ServiceRates(Message, frozen=True):
     channels: tuple[ChannelRates, ...]  # the channels in use, by id
     # For each rank of the host in another PID namespace, how this rank reaches that rank's memory, in words.
     ways: dict[int, str] = msgspec.field(default_factory=dict)
+    memory: dict[str, int] = msgspec.field(default_factory=dict)  # the rank's bytes of device memory, by purpose
 
     def paths(self) -> dict[str, list[int]]:
         """Returns a dict that maps each path to the sorted ranks that are reached by the path. A path is a text: the

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,12 @@ from proxyccl import (
     ArgumentError,
     Communicator,
     EPAll2AllLayer,
+    MismatchError,
     ResourceError,
     RuntimeUnavailableError,
     SuspendedError,
 )
+from proxyccl.transfer import Agent
 from support.device_arrays import barrier, on_device, on_host
 from support.paths import PROGRAMS
 from support.processes import run_processes
@@ -162,6 +166,41 @@ def test_arrays_lose_their_contents_if_these_are_not_saved() -> None:
         ranks.run(body)
 
 
+@pytest.mark.parametrize("save", [None, [], 0, "no", np.True_])
+def test_save_must_be_a_bool(save: Any) -> None:
+    def body(comm: Communicator) -> None:
+        array = comm.empty(MIB, "float32").fill(1)
+        with pytest.raises(ArgumentError, match="save: must be True or False"):
+            comm.suspend(save=save)
+        assert not comm.suspended
+        assert array.numpy().all()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda comm: comm.suspend(save=False), r"suspend\(save=False\)"),
+        (lambda comm: comm.all_reduce(np.ones(8, np.float32)), "all_reduce"),
+        (lambda comm: comm.register(comm.empty(8)), "register"),
+    ],
+)
+def test_an_error_names_suspend_and_the_other_call_of_another_rank(
+    call: Callable[[Communicator], object], text: str
+) -> None:
+    def body(comm: Communicator) -> None:
+        array = comm.empty(MIB, "float32").fill(1)
+        barrier(comm)
+        with pytest.raises(MismatchError, match=f"suspend.*{text}|{text}.*suspend"):
+            comm.suspend() if comm.rank == 0 else call(comm)
+        assert array.numpy().all()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
 def test_a_communicator_that_was_not_made_for_it_is_not_suspended() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(RuntimeUnavailableError, match="suspendable=True"):
@@ -218,6 +257,36 @@ def test_a_suspended_communicator_can_be_closed_and_its_arrays_freed() -> None:
         ranks.run(body)
 
 
+def test_layers_are_finalized_while_suspended_and_not_mapped_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Communicator) -> None:
+        tokens, hidden = 256, 1024
+        ids, array = np.zeros((tokens, 2), np.int32), comm.empty(MIB, "float32")
+        layer = EPAll2AllLayer(comm, tokens, hidden, 2, comm.rank, 4, 2, 2, dtype="float32")
+        own: list[tuple[bool, int]] = []
+        with monkeypatch.context() as patched:
+
+            def set_mapped(_: bytes, bases: list[int], mapped: bool) -> None:
+                if array.memory.ptr in bases:
+                    own.append((mapped, len(bases)))
+
+            patched.setattr(comm.runtime, "set_mapped", set_mapped)
+            comm.suspend()
+            layer.finalize()
+            comm.resume()
+        (unmapped, before), (mapped, after) = own
+        assert (unmapped, mapped) == (False, True)
+        assert before > after
+        layer = EPAll2AllLayer(comm, tokens, hidden, 2, comm.rank, 4, 2, 2, dtype="float32")
+        rows, _, desc = layer.dispatch(on_device(comm, np.ones((tokens, hidden), np.float32)), on_device(comm, ids))
+        layer.combine(rows, desc)
+        comm.suspend()
+        layer.finalize()
+        comm.close()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
 def test_a_failure_while_suspended_is_noticed() -> None:
     def body(comm: Communicator) -> None:
         comm.barrier()
@@ -240,9 +309,67 @@ def test_a_rank_that_dies_while_suspended_is_noticed_and_the_others_go_on() -> N
     assert survivor.stdout.splitlines() == ["noticed while suspended", "lost rank 1", f"alone: 3.0 {MIB}"]
 
 
+def test_arrays_of_a_suspended_communicator_refuse_use() -> None:
+    def body(comm: Communicator) -> None:
+        other = comm.split([0, 1])
+        array, copy = comm.empty(MIB, "float32").fill(1), np.zeros(MIB, np.float32)
+        for _ in range(3):  # the later calls are issued without Python
+            other.broadcast(array, 0)
+        with Agent(f"agent {comm.rank}") as agent:
+            comm.suspend()
+            uses: dict[str, Callable[[], object]] = {
+                "numpy": array.numpy,
+                "fill": lambda: array.fill(0),
+                "upload": lambda: array.upload(copy),
+                "asarray": lambda: np.asarray(array),
+                "input": lambda: other.broadcast(array, 0),
+                "output": lambda: other.all_reduce(copy, out=array),
+                "send": lambda: other.send(array, 1 - comm.rank),
+                "register": lambda: other.register(array),
+                "window": lambda: other.window(array),
+                "agent": lambda: agent.register(array),
+            }
+            for use in uses.values():
+                with pytest.raises(SuspendedError, match=r"Array\(shape=\(1048576,\), .* was suspended"):
+                    use()
+            comm.resume()
+        assert array.numpy().all()
+        other.all_reduce(array)
+        assert set(array.numpy()) == {2.0}
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+def test_memory_of_an_agent_is_not_suspended() -> None:
+    def body(comm: Communicator) -> None:
+        array = comm.empty(MIB, "float32").fill(comm.rank)
+        with Agent(f"agent {comm.rank}") as agent:
+            region = agent.register(array) if comm.rank == 1 else None
+            for _ in range(2):
+                with pytest.raises(ArgumentError, match="rank 1: agent 'agent 1' has registered Region"):
+                    comm.suspend()
+            assert not comm.suspended
+            assert set(comm.all_reduce(array).numpy()) == {1.0}
+            if region is not None:
+                agent.deregister(region)
+            comm.suspend()
+            comm.resume()
+            if comm.rank == 1:
+                agent.register(array)
+        comm.suspend()  # a closed agent has no regions
+        comm.resume()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
 def test_arrays_in_other_communicators_stay_registered_where_all_ranks_take_part() -> None:
     *pair, other = run_processes(3, PROGRAMS / "asleep_elsewhere.py")
     for ended in pair:
         assert ended.returncode == 0, ended.stderr
-        assert ended.stdout.splitlines() == ["with the same ranks: True", "with another rank: False", "sum: 3.0"]
+        refused, asleep, *rest = ended.stdout.splitlines()
+        assert re.fullmatch("memory: suspend: (rank [01]: memory at .* of other processes; expected .*){2}", refused)
+        assert "float32, device=host:0) has no memory: its communicator was suspended" in asleep
+        assert rest == ["with the same ranks: True", "sum: 2.0", "sum: 3.0"]
     assert other.stdout.splitlines() == ["sum: 3.0"], other.stderr

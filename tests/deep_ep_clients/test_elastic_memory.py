@@ -417,3 +417,29 @@ def test_an_elastic_buffer_continues_with_a_new_process() -> None:
             buffer.destroy()
 
     run_ranks(3, body, make_runtime=runtime_with_blocks)
+
+
+# -- the end ---
+
+
+@pytest.mark.host_only(reason="AMD's GPUs can't suspend memory")
+def test_buffers_are_destroyed_while_their_communicator_is_suspended() -> None:
+    def body(comm: Communicator) -> None:
+        sizes = {"num_bytes": 16 * MIB, "num_cpu_bytes": 2 * MIB, "num_max_tokens_per_rank": 8}
+        buffer = elastic(comm, **sizes, hidden=64, num_topk=2, explicitly_destroy=True)
+        other = deep_ep.Buffer(comm, explicitly_destroy=True)
+        buffer.agrs_set_config(2 * MIB, 2)
+        buffer.pp_set_config(MIB, 1)
+        buffer.engram_write(numbers(comm, 64, 0).reshape(4, 16))
+        ids, weights = torch.arange(2).repeat(4, 1), torch.ones(4, 2)
+        x = numbers(comm, 4 * 64, 1).reshape(4, 64)
+        buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_experts=2)
+        other.low_latency_dispatch(x, ids, 4, 2, use_fp8=False)
+        comm.suspend()
+        buffer.destroy()
+        other.destroy()
+        comm.resume()
+        comm.barrier()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)

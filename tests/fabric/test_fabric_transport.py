@@ -229,7 +229,8 @@ def test_observers_see_the_rails(rails: Order, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     described = {"description": Description(0, 2, "job", "program")}
     with loop_of(memory(8), np.zeros(8, np.uint8), **rails, service=described) as loop:
-        (up,) = re.findall(r"^proxyccl_connection_rails_up\{.*\} (\d)", metrics_text(snapshots("job").values()), re.M)
+        text = metrics_text(snapshots("job").values(), {})
+        (up,) = re.findall(r"^proxyccl_connection_rails_up\{.*\} (\d)", text, re.M)
         assert int(up) == rails.get("rails", 0)
         loop.push(0, PUT, 8)
         loop.flush()

@@ -54,7 +54,7 @@ MALFORMED = {
 
 @contextmanager
 def _metrics() -> Iterator[str]:
-    with metrics.serve(0) as where:
+    with metrics.serve(0, dict) as where:
         yield where.removeprefix("metrics at ")
 
 

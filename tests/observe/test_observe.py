@@ -52,6 +52,7 @@ from proxyccl.proxy.observe.reader import (
     snapshots,
 )
 from proxyccl.proxy.thread import IdlePolicy
+from proxyccl.tools.communicators import device_memory
 from proxyccl.tools.top import short, table_of
 from support.daemons import running_daemon
 from support.device_arrays import barrier, on_device, on_host
@@ -429,6 +430,7 @@ def test_top_shows_a_running_job_as_json_and_as_a_table() -> None:
             assert channel["triggers_per_s"] > 0
             assert channel["bytes_per_s"] > 0
             assert services[1]["channels"][0]["triggers_per_s"] == 0
+            assert services[0]["memory"]["channels"] == comm.memory_usage()["channels"]
             assert 0 <= services[0]["workers"][0]["busy"] <= 1
             table = called("top", "--once", "--interval", "0.1")[1]
             assert f"job {comm.job}" in table
@@ -664,13 +666,17 @@ def test_metrics_have_what_a_look_finds() -> None:
         channels = channels_of(comm)
         comm.compile(KERNELS, "mixed")(1, 1, channels, 7, 5, 3)
         comm.synchronize()
-        text = metrics_text([look(comm)])
+        comm.group.device_memory.publish()
+        text = metrics_text([look(comm)], device_memory())
         lines = text.splitlines()
         assert all(line.startswith("# ") or SAMPLE.fullmatch(line) for line in lines)
         who = f'communicator="{comm.job}",rank="{comm.rank}",pid="{os.getpid()}"'
         way = f'channel="0",ring="0",peer="{1 - comm.rank}",transport="{channels[0].transport}"'
         assert f"proxyccl_channel_bytes_total{{{who},{way}}} 700" in lines
         assert f'proxyccl_ring_triggers_total{{{who},ring="0"}} 15' in lines
+        used = comm.memory_usage()["channels"]
+        own = f'communicator="{comm.job}",rank="{comm.rank}",purpose="channels"'
+        assert f"proxyccl_device_memory_bytes{{{own}}} {used}" in lines
         types = [line.split()[2:] for line in lines if line.startswith("# TYPE")]
         kinds = dict(types)
         assert len(types) == len(kinds)
@@ -689,7 +695,7 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     queries += [variable["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
     used = {name for query in queries for name in re.findall(r"proxyccl_\w+", query)}
-    served = {line.split()[2] for line in metrics_text([]).splitlines() if line.startswith("# TYPE")}
+    served = {line.split()[2] for line in metrics_text([], {}).splitlines() if line.startswith("# TYPE")}
     summary = "proxyccl_channel_flush_seconds"
     assert used <= served | {f"{summary}_sum", f"{summary}_count"}
     assert {"proxyccl_channel_bytes_total", "proxyccl_ring_full_slots", "proxyccl_up"} <= used
@@ -701,7 +707,7 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
 @pytest.fixture
 def url() -> Iterator[str]:
     """Starts a server, and yields the URL of its metrics."""
-    with serve(0) as where:
+    with serve(0, device_memory) as where:
         yield where.removeprefix("metrics at ")
 
 
@@ -731,7 +737,7 @@ def test_metrics_say_why_there_are_none(url: str, directory: Path) -> None:
 def test_a_port_that_is_taken_or_none_is_refused(url: str) -> None:
     port = urllib.parse.urlsplit(url).port
     assert port is not None
-    with pytest.raises(ResourceError, match=f"port {port}"), serve(port):
+    with pytest.raises(ResourceError, match=f"port {port}"), serve(port, dict):
         pass
-    with pytest.raises(ArgumentError, match="port"), serve(1 << 16):
+    with pytest.raises(ArgumentError, match="port"), serve(1 << 16, dict):
         pass

@@ -194,7 +194,7 @@ def rails_up(loop: Loop, peer: int = 0) -> int:
 
 def rails_observed() -> list[str]:
     """Returns the metrics of rails: first each connection's number of rails, then each connection's failures."""
-    lines = metrics_text(snapshots("job").values()).splitlines()
+    lines = metrics_text(snapshots("job").values(), {}).splitlines()
     return [line.rpartition(" ")[2] for line in lines if line.startswith("proxyccl_connection_rail")]
 
 

@@ -23,10 +23,11 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
-from proxyccl import WaitTimeoutError  # noqa: E402
+from proxyccl import RuntimeUnavailableError, WaitTimeoutError  # noqa: E402
 from proxyccl.device.errors import DriverError  # noqa: E402
 from proxyccl.torch import Options, ProcessGroupProxyCCL, StoreBootstrap, flight_recorder, process_group  # noqa: E402
 from proxyccl.torch._device_calls import ADDED_BETWEEN  # noqa: E402
+from proxyccl.torch.endpoints import Settings  # noqa: E402
 from proxyccl.torch.tensor_collectives import REDUCIBLE  # noqa: E402
 from proxyccl.torch.under_way import UnderWay  # noqa: E402
 from support.torch_groups import RANKS, TIMEOUT, options, run  # noqa: E402
@@ -584,7 +585,8 @@ def test_options_make_groups_invariant_and_their_parts() -> None:
     def body(group: Any) -> list[bool]:
         store, rank = group.get_group_store(), group.rank()
         given = Options(invariant=True, timeout=TIMEOUT)
-        whole = ProcessGroupProxyCCL(dist.PrefixStore("own", store), rank, group.size(), TIMEOUT, invariant=True)
+        own, settings = dist.PrefixStore("own", store), Settings(invariant=True)
+        whole = ProcessGroupProxyCCL(own, rank, group.size(), TIMEOUT, settings=settings)
         parts = [group, whole, *(whole.split(store, [0, 1], opts) for opts in (None, copy.deepcopy(whole.options)))]
         parts += [group.split(store, [0, 1], given), whole.split(store, [0, 1], Options(invariant=False))]
         found = []
@@ -874,6 +876,25 @@ def test_memory_is_allocated_on_gpus_once_there_is_a_communicator() -> None:
         assert not group.supports_tensor_alloc(torch.device("cuda", 0))
         with pytest.raises(RuntimeError, match="no communicator for cuda:0 yet; call a collective on it first"):
             group.allocate_tensor(5, dtype=torch.float32, device=torch.device("cuda", 0))
+
+    run(body)
+
+
+def test_a_group_without_the_option_is_not_suspended() -> None:
+    def body(group: Any) -> None:
+        all_reduced(group, torch.ones(1))
+        with pytest.raises(
+            RuntimeUnavailableError, match=r"Options\(suspendable=True\)\), or with PROXYCCL_SUSPENDABLE=1"
+        ):
+            group.suspend()
+        part = group.split(group.get_group_store(), list(range(RANKS)), Options(suspendable=True))
+        all_reduced(part, torch.ones(1))
+        part.suspend()
+        assert part.memory_stats()["suspended"] == 1
+        part.resume()
+        assert all_reduced(part, torch.ones(3)).eq(RANKS).all()
+        inherits = part.split(group.get_group_store(), list(range(RANKS)), None)
+        assert copy.copy(inherits.options).settings == Settings(suspendable=True)
 
     run(body)
 
