@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable
 from typing import Annotated, Any, Self
 
@@ -106,3 +108,14 @@ class ExposedMemory(Message, frozen=True):
     local_key: Uint64  # key of the memory in this rank's requests; 0 if data is staged
     copied: bool  # whether the proxy also uses `address` for copies within the host
     owner: Any  # the state that `withdraw` needs
+
+
+def issue_warning(text: str) -> None:
+    """Issues a RuntimeWarning in this process, or logs the text if the program's filters turn warnings into errors. The
+    callers are threads, whose errors no program would catch.
+    """
+    try:
+        # With Python's default filters, `warnings.warn` would print equal warnings only once.
+        warnings.warn_explicit(text, RuntimeWarning, "<proxyccl>", 0, "proxyccl")
+    except RuntimeWarning:
+        logging.getLogger("proxyccl").warning(text)

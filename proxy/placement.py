@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import os
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from proxyccl.proxy.processes import parse_cores
 
 SYSFS = Path("/sys")
+T = TypeVar("T")
 _HOST_BRIDGE = re.compile("pci[0-9a-f]{4,}:[0-9a-f]{2}")
 
 
@@ -75,6 +78,21 @@ class NearnessTo:
         if distance is None:
             return Nearness(UNKNOWN, 0)
         return Nearness(OTHER_NODE, distance) if distance else Nearness(SAME_NODE, 0)
+
+
+def nearest(devices: Sequence[T], how_near: Callable[[T], Any], count: int, local_rank: int) -> list[T]:
+    """Returns the `count` devices with the smallest distances `how_near`, or all if there are fewer, in their order in
+    `devices`. If more devices than needed are equally near, the ranks of a host divide the devices: a rank uses the
+    devices that follow its nearer device, or, without a nearer device, those at its turn by its number `local_rank`.
+    """
+    distances = [how_near(device) for device in devices]
+    chosen: list[int] = []
+    for distance in sorted(set(distances)):
+        equals = [i for i, each in enumerate(distances) if each == distance]
+        needed = min(count - len(chosen), len(equals))
+        first = bisect.bisect(equals, chosen[-1]) if chosen else local_rank * needed
+        chosen += [equals[(first + i) % len(equals)] for i in range(needed)]
+    return [devices[i] for i in sorted(chosen)]
 
 
 def pci_path(device: Path) -> tuple[str, ...]:

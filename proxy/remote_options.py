@@ -5,7 +5,8 @@ opened.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -27,6 +28,10 @@ RAILS: int = lib.PROXYCCL_RAILS
 MOST_WIRES: int = lib.PROXYCCL_STAGED_WIRES
 """The highest number of links (wires) of a staged connection."""
 
+_MOST_NAMES = 32  # the highest number of devices or interfaces of which a rank uses the nearest
+_NAME = r"[^\s,=^]+"
+_NAMES = rf"\^?=?{_NAME}(,{_NAME})*"
+
 _RANGES = {
     "port": range(1, 255),
     "gid_index": range(1 << 16),
@@ -46,14 +51,13 @@ _RANGES = {
 @dataclass(frozen=True)
 class _FromEnvironment:
     """Base class of sets of options, which are checked, and which an environment variable can set. A field that is not
-    in `_RANGES`, `_choices` or `_names` must be a non-empty text.
+    in `_RANGES` or `_choices` is a name; `interface` and the second of `_names` list names.
     """
 
     _owner: ClassVar[str]
     _variable: ClassVar[str]
     _name: ClassVar[str]  # a description of valid texts, for errors
     _names: ClassVar[tuple[str, str]]  # the options that name one adapter and several adapters; at most one is set
-    _most_names: ClassVar[int]
     _choices: ClassVar[dict[str, tuple[object, ...]]]
 
     def __post_init__(self) -> None:
@@ -68,11 +72,12 @@ class _FromEnvironment:
     @classmethod
     def _checked(cls, option: str, shown: str, value: object) -> object:
         if option == cls._names[1]:
-            names = tuple(value.split(",") if isinstance(value, str) else value) if isinstance(value, Iterable) else ()
-            valid = all(isinstance(name, str) and name for name in names) and len(set(names)) == len(names)
-            if not valid or not RAILS <= len(names) <= cls._most_names:
-                count = RAILS if cls._most_names == RAILS else f"{RAILS} to {cls._most_names}"
-                raise ArgumentError(shown, f"must be the names of {count} different {option}, not {value!r}")
+            listed = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+            names = tuple(listed) if isinstance(listed, Sequence) else ()  # the order of a set is not the user's
+            valid = all(isinstance(name, str) and re.fullmatch(_NAME, name) for name in names)
+            if not valid or not RAILS <= len(names) <= _MOST_NAMES or len(set(names)) < len(names):
+                expected = f"a list of {RAILS} to {_MOST_NAMES} names of different {option}"
+                raise ArgumentError(shown, f"must be {expected}, not {value!r}")
             return names
         if option in _RANGES:
             lowest, highest = _RANGES[option][0], _RANGES[option][-1]
@@ -82,9 +87,10 @@ class _FromEnvironment:
             if chosen not in cls._choices[option]:
                 raise ArgumentError(shown, f"must be one of {', '.join(map(str, cls._choices[option]))}, not {value!r}")
             return chosen
-        if not isinstance(value, str) or not value.strip("=^,"):
+        text = ",".join(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else ""
+        if not re.fullmatch(_NAMES if option == "interface" else _NAME, text):
             raise ArgumentError(shown, f"must be {cls._name}, not {value!r}")
-        return value
+        return text
 
     @classmethod
     def from_environment(cls, **arguments: Any) -> Self:
@@ -142,9 +148,11 @@ class RdmaOptions(_FromEnvironment):
 
     Attributes:
         device: name of the RDMA device, such as "mlx5_0"; None for the nearest (`choose_devices`).
-        devices: names of two RDMA devices (rails) of the rank; None for one device. Long puts and gets are divided
-            between the rails by the rates of the devices' ports. The first devices of two ranks are connected with each
-            other, and the second devices, so the order of the names matters.
+        devices: names of 2 to 32 RDMA devices, of which a rank uses the two that are nearest to its GPU or NUMA node;
+            None for one device. Long puts and gets are divided between the rank's two devices by the rates of their
+            ports. The first devices of two ranks are connected with each other, and the second devices, so the order of
+            the names matters if the devices are on separate networks. If a device or its link fails, the other device
+            carries all data; this needs signals by "write", and devices that support RDMA reads.
         port: number of the device's port; None for the nearest active port.
         gid_index: index of the port's GID to use; None to choose a GID of RoCE v2 with an IPv4 address if there is one.
         mtu: largest path MTU in bytes, one of 256, 512, 1024, 2048, 4096; None for the port's MTU. A connection uses
@@ -189,7 +197,7 @@ class RdmaOptions(_FromEnvironment):
     staging_chunk: int = 256 << 10
 
     _owner, _name = "RDMA", "the name of an RDMA device"
-    _names, _most_names = ("device", "devices"), RAILS
+    _names = "device", "devices"
     _variable = "PROXYCCL_RDMA"
     _choices = {  # noqa: RUF012  the base class declares a ClassVar
         "mtu": MTUS,
@@ -246,7 +254,7 @@ class FabricOptions(_FromEnvironment):
     streams: int | None = None
 
     _owner, _name = "the fabric", "a name"
-    _names, _most_names = ("interface", "interfaces"), 32
+    _names = "interface", "interfaces"
     _variable = "PROXYCCL_FABRIC"
     _choices = {  # noqa: RUF012  the base class declares a ClassVar
         "signal": ("auto", "ordered", "delivered"),

@@ -19,7 +19,7 @@ from proxyccl.device.process import forks
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.device.sleepers import Sleepers
 from proxyccl.proxy import _engine
-from proxyccl.proxy.interface import Connection, HandleProvider, Handler, ProxyFailure
+from proxyccl.proxy.interface import Connection, HandleProvider, Handler, ProxyFailure, issue_warning
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description, Publication
 from proxyccl.proxy.observe.segment import ObservedSegment
@@ -31,7 +31,7 @@ from proxyccl.proxy.service_remote import ServiceRemote
 from proxyccl.proxy.shared_words import ProxyWords, SharedWords, TurnWatch
 from proxyccl.proxy.tables import ChannelTable, MemoryTable, ScheduleTable
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread, created
-from proxyccl.proxy.transports.rails import RailWatch
+from proxyccl.proxy.transports.rails import RailWatch, WatchedConnection
 from proxyccl.proxy.transports.table import find_copying_transport, find_transport
 from proxyccl.proxy.transports.transport import EngineConnection, EngineRuntime
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, Operation, Trigger
@@ -70,6 +70,7 @@ class ProxyService(ProxyWords):
         ring_per_connection: whether all channels of a connection share a ring. If True, connections are assigned to
             rings round-robin; if False, channels are.
         on_failure: called in a worker's thread when an error ends the worker.
+        on_warning: called with a text in a thread of the service to warn the program; must not wait.
         description: the service's description for observers; None to hide the service from observers.
         name: the prefix of the threads' names.
         sleepers: the `Sleepers` to which the threads are added; None to create a `Sleepers`.
@@ -100,6 +101,7 @@ class ProxyService(ProxyWords):
         rings: Sequence[Ring] = (),
         ring_per_connection: bool = False,
         on_failure: Callable[[ProxyFailure], None] | None = None,
+        on_warning: Callable[[str], None] = issue_warning,
         description: Description | None = None,
         name: str = "proxyccl",
         sleepers: Sleepers | None = None,
@@ -110,6 +112,7 @@ class ProxyService(ProxyWords):
         self._engine = EngineRuntime(runtime)
         self.words = SharedWords(shared, shared_offset)
         self._on_failure = on_failure
+        self._on_warning = on_warning
         self._handlers: dict[int, Handler] = {}  # by channel
         self.handling: dict[int, float] = {}
         self._connections: list[Connection] = []
@@ -322,9 +325,12 @@ class ProxyService(ProxyWords):
                 if self._wires is not None:
                     self._wires.add(made.wires)
                 lib.proxyccl_worker_add_connection(self._workers[worker].pointer, made.pointer)  # has room
-                if made.rails:
-                    self._rails = self._rails or RailWatch(find_transport(transport).status_text, self._name)
-                    self._rails.add(made.rails, made.pointer, self._observed.worker(worker).connections[number], peer)
+                stats = self._observed.worker(worker).connections[number]
+                stats.rails_up = made.rails
+                if made.watched:
+                    status_text = find_transport(transport).status_text
+                    self._rails = self._rails or RailWatch(status_text, self._on_warning, self._name)
+                    self._rails.add(WatchedConnection(made.watched, made.pointer, stats, peer))
                 self._connections.append(connection)
                 self.engine_connections.append(made)
         except ProxyCCLError:

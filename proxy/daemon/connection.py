@@ -39,13 +39,14 @@ from proxyccl.proxy.daemon.protocol import (
     Method,
     Refused,
     Request,
+    Warned,
     limit_waits,
     receive,
     send,
     socket_path,
 )
 from proxyccl.proxy.daemon.session import REQUESTS, Session
-from proxyccl.proxy.interface import ProxyFailure
+from proxyccl.proxy.interface import ProxyFailure, issue_warning
 from proxyccl.proxy.processes import is_stopped, process_name, start_of
 from proxyccl.proxy.shared_words import TurnWatch
 from proxyccl.proxy.transports.table import TRANSPORTS
@@ -270,6 +271,8 @@ class DaemonConnection:
                 match reply:
                     case Failed():
                         self._on_failure(reply.failure)
+                    case Warned():
+                        issue_warning(reply.text)
                     case Ending():
                         self._lose(f"{process_name(self.daemon)} is ending")
                     case _:

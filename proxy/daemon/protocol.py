@@ -4,7 +4,8 @@ The client and the daemon first identify their builds, by `Hello` and `HelloAnsw
 functions of the daemon's `Session` and `SessionService` that have the decorator `method`. A function completely defines
 its method: the request, the checks of arguments, the session's dispatch and the client's call follow from the
 function's name and types. The daemon answers requests in order, and each answer has the request's number. The daemon
-sends an event when a worker fails, when the daemon connects another process to the client, and when the daemon ends.
+sends an event when a worker fails, when the program must be warned, when the daemon connects another process to the
+client, and when the daemon ends.
 
 A frame is one packet on a Unix socket; it holds one message and the file descriptors that belong to the message.
 """
@@ -39,7 +40,7 @@ from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.workers import MAX_RINGS
 
-VERSION = 17
+VERSION = 18
 LONGEST_FRAME = 64 * 1024
 MOST_DESCRIPTORS = MAX_RINGS + 1
 """The highest number of descriptors in a frame: one for the control segment, and one for each ring."""
@@ -146,6 +147,12 @@ class Failed(Reply, frozen=True):
     failure: ProxyFailure
 
 
+class Warned(Reply, frozen=True):
+    """An event: the client's process must issue a warning."""
+
+    text: str
+
+
 class Introduced(Reply, frozen=True):
     """An event: a process has connected to the client's server of descriptors; the frame carries the client's end."""
 
@@ -154,7 +161,7 @@ class Ending(Reply, frozen=True):
     """An event: the daemon is ending."""
 
 
-AnyReply: TypeAlias = Answer | Refused | Failed | Introduced | Ending
+AnyReply: TypeAlias = Answer | Refused | Failed | Warned | Introduced | Ending
 
 HELLOS = Codec(Hello, LONGEST_FRAME)
 HELLO_ANSWERS = Codec(HelloAnswer, LONGEST_FRAME, name="answer to Hello")

@@ -41,6 +41,7 @@ from proxyccl.proxy.daemon.protocol import (
     Introduced,
     Refused,
     Request,
+    Warned,
     close_all,
     limit_waits,
     method,
@@ -302,7 +303,7 @@ class Session:
         self.threads = self._assign_threads(options.threads)
         idle = IdlePolicy(*options.idle) if options.idle is not None else self._choose_idle()
         self._service = SessionService(
-            options, descriptors, runtime, self.threads, idle, self._send_failure, self._has_left
+            options, descriptors, runtime, self.threads, idle, self._send_failure, self._send_warning, self._has_left
         )
         self.served, self.description, self.device_id = self._service.proxy, options.description, runtime.device_id
         if options.description is not None:
@@ -322,6 +323,11 @@ class Session:
         log.warning("%s: its proxy failed: %s", self.name, failure.reason)
         self.failure = failure
         self._send_event(Failed(structs.replace(failure, exception=None)))
+
+    def _send_warning(self, text: str) -> None:
+        log.warning("%s: %s", self.name, text)
+        with contextlib.suppress(OSError):  # a client that receives nothing at the moment must not lose its proxy
+            send(self._connection, REPLIES, Warned(text), flags=socket.MSG_DONTWAIT)
 
     def _free(self, timeout: float) -> bool:
         """Ends the workers immediately, and frees all of the client's objects. If a worker did not end in time, returns

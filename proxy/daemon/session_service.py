@@ -80,7 +80,7 @@ class SessionService:
     Args:
         options: the client's options.
         descriptors: descriptors of the control segment and the rings, which the caller closes.
-        runtime, threads, idle, on_failure: see `ProxyService`.
+        runtime, threads, idle, on_failure, on_warning: see `ProxyService`.
         has_left: returns whether the client has hung up.
     """
 
@@ -92,6 +92,7 @@ class SessionService:
         threads: Sequence[ProxyThread],
         idle: IdlePolicy,
         on_failure: Callable[[ProxyFailure], None],
+        on_warning: Callable[[str], None],
         has_left: Callable[[], bool],
     ) -> None:
         with contextlib.ExitStack() as undo:
@@ -116,6 +117,7 @@ class SessionService:
                 rings=rings,
                 ring_per_connection=options.ring_per_connection,
                 on_failure=on_failure,
+                on_warning=on_warning,
                 description=options.description,
                 idle=idle,
             )

@@ -26,13 +26,13 @@ static inline void counter_set(uint64_t *counter, uint64_t value) {
 
 /* -- words that a thread or stream waits for: a peer's semaphore, a flush word, a staged connection's counts --- */
 
-/* Pairings signal, flush, bell, post, ticket and staged-signal, release, for words that the CPU stores.
- * Semaphore::wait, waitFlushed, waitComplete, a waiting stream or a peer's worker acquires the word. The thread that
- * acquires the word sees everything that was complete before the store. */
+/* Pairings signal, flush, bell, post, ticket, staged-signal, rail-state and rail-change, release, for words that the
+ * CPU stores. Semaphore::wait, waitFlushed, waitComplete, a waiting stream, a peer's worker or another thread of the
+ * proxy acquires the word. The thread that acquires the word sees everything that was complete before the store. */
 static inline void word_store(uint64_t *word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
-/* Pairings flush, staged-message, staged-signal, bell, post and gate, acquire. The writer (a stream, a network adapter
- * or the CPU) stored the word after the events that the word reports. */
+/* Pairings flush, staged-message, staged-signal, bell, post, gate, rail-state, rail-change and rail-mail, acquire. The
+ * writer (a stream, a network adapter or the CPU) stored the word after the events that the word reports. */
 static inline uint64_t word_load(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
 /* Relaxed: the caller uses the value only to decide whether it has to wait or to act; no data depends on it. */

@@ -62,8 +62,9 @@ typedef struct {
   int asked;         /* in the stages JOINING, LEAVING and READING: whether the stage's requests are posted */
   uint64_t finished; /* 1 when the requests of the stage READING or TRYING are complete */
   uint64_t until_ns; /* time at which the recovery is given up */
-  uint64_t state;    /* what proxyccl_rails_state returns, packed */
-  /* Written by another thread: number of the failure after which the queue pair was stopped, or connected again. */
+  uint64_t state;    /* pairing rail-state: what proxyccl_rails_state returns, packed */
+  /* Pairing rail-change, written by another thread: number of the failure after which the queue pair was stopped, or
+   * connected again. */
   uint64_t stopped, connected;
   Rail rails[RAILS];
 } RailsConnection;

@@ -16,7 +16,7 @@ enum {
 /* Memory of a rank that is registered with both adapters, one for each connection over rails. A connection counts the
  * failures of its rails; both ranks have the same count, because each failure ends the rail at both ranks. */
 typedef struct ProxycclRailsMail {
-  /* Written by the peer. */
+  /* Pairing rail-mail: written by the peer. */
   uint64_t down[PROXYCCL_RAILS];     /* number of the failure after which the rail's queue pair at the peer has been
                                         in its error state */
   uint64_t up;                       /* number of the failure after which the peer has connected its queue pair again */

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import ipaddress
 import itertools
@@ -22,7 +21,7 @@ from typing import Any
 from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.requirements import INSTALL, library_name
-from proxyccl.proxy.placement import NOWHERE, SYSFS, Nearness, NearnessTo, Place
+from proxyccl.proxy.placement import NOWHERE, SYSFS, Nearness, NearnessTo, Place, nearest
 from proxyccl.proxy.remote_options import RAILS, FabricOptions
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -288,63 +287,51 @@ def choose_offers(
         ArgumentError: no provider or interface matches the options; the message names the option.
         RuntimeUnavailableError: no provider reaches other hosts.
     """
-    chosen = []
-    for name in options.interfaces or ():
-        whole = any(offer.domain == name for offer in offers)
-        one = dataclasses.replace(options, interfaces=None, interface=f"={name}" if whole else name)
-        chosen.append(_choose(offers, one, near, local_rank, root))
-    if not chosen:
-        return [_choose(offers, options, near, local_rank, root)]
+    nearness = NearnessTo(near, root)
+
+    def distance(offer: FabricOffer) -> Nearness:
+        return nearness.adapter(adapter_of(offer.domain, root))
+
+    option, names = ("interfaces", options.interfaces) if options.interfaces else ("interface", (options.interface,))
+    chosen = [nearest(_usable(offers, options, option, name), distance, 1, local_rank)[0] for name in names]
     if len({offer.domain for offer in chosen}) < len(chosen) or len({offer.kind for offer in chosen}) > 1:
         raise ArgumentError("interfaces", f"must name different interfaces of one provider, not {_listed(chosen)}")
     if most == 1 and chosen[0].address is not None:
         return chosen[:1]
-    return sorted(_by_nearness(chosen, near, root, most * local_rank)[:most], key=chosen.index)
+    return nearest(chosen, distance, most, local_rank)
 
 
-def _choose(offers: list[FabricOffer], options: FabricOptions, near: Place, local_rank: int, root: Path) -> FabricOffer:
+def _usable(offers: list[FabricOffer], options: FabricOptions, option: str, text: str | None) -> list[FabricOffer]:
+    """Returns the offers of the best provider that the options allow, or one offer if the offers have IP addresses.
+    `text` is the value of the option `option`, or one of its names; None for all interfaces.
+    """
     usable = offers
     if options.provider is not None:
         wanted = options.provider
         usable = [offer for offer in usable if wanted in (offer.provider, *offer.provider.split(";"))]
         if not usable:
             raise ArgumentError("provider", f"no provider {wanted!r}; there is {_listed(o.provider for o in offers)}")
-    elif options.interface is None:
+    elif text is None:
         usable = [offer for offer in usable if offer.remote]
-    if options.interface is not None:
-        matches = _interface_filter(options.interface)
-        domains = _listed(offer.domain for offer in usable)
+    if text is not None:
+        domains = [offer.domain for offer in usable]
+        matches = _interface_filter(f"={text}" if option == "interfaces" and text in domains else text)
         usable = [offer for offer in usable if matches(offer.domain)]
         if not usable:
-            raise ArgumentError("interface", f"{options.interface!r} is not one of {domains}")
+            raise ArgumentError(option, f"{text!r} is not one of {_listed(domains)}")
     if options.signal == "ordered":
         usable = [offer for offer in usable if offer.ordered]
         if not usable:
             raise ArgumentError("signal", "no such provider keeps the order of writes; expected 'delivered' or 'auto'")
     usable = [offer for offer in usable if not _is_confined(offer)] or (
-        usable if options.provider is not None or options.interface is not None else []
+        usable if options.provider is not None or text is not None else []
     )
     if not usable:
         raise RuntimeUnavailableError(f"no provider of libfabric reaches other hosts; there is {_listed(offers)}")
     best = min(usable, key=_remoteness)
     if best.address is not None:
-        return best
-    peers = [offer for offer in usable if offer.provider == best.provider and offer.address is None]
-    return _by_nearness(peers, near, root, local_rank)[0]
-
-
-def _by_nearness(offers: list[FabricOffer], near: Place, root: Path, turn: int) -> list[FabricOffer]:
-    """Sorts offers by how near their devices are to a place. Equally near offers are rotated by `turn`."""
-    nearness = NearnessTo(near, root)
-
-    def how_near(offer: FabricOffer) -> Nearness:
-        return nearness.adapter(adapter_of(offer.domain, root))
-
-    found: list[FabricOffer] = []
-    for _, group in itertools.groupby(sorted(offers, key=how_near), how_near):
-        equals = list(group)
-        found += equals[turn % len(equals) :] + equals[: turn % len(equals)]
-    return found
+        return [best]
+    return [offer for offer in usable if offer.provider == best.provider and offer.address is None]
 
 
 def adapter_of(domain: str, root: Path = SYSFS) -> Path:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +12,6 @@ from msgspec import Struct
 from proxyccl.proxy import _engine
 
 ffi, lib = _engine.ffi, _engine.lib
-_logger = logging.getLogger("proxyccl")
 
 
 class Rail(Struct, frozen=True):
@@ -33,11 +30,13 @@ class Rail(Struct, frozen=True):
     reconnect: Callable[[int], bool]
 
 
-class _Watched(Struct):
+class WatchedConnection(Struct):
+    """A connection over rails, whose `pointer` and `stats` must stay valid until `RailWatch.close` returns True."""
+
     rails: Sequence[Rail]
-    pointer: Any
+    pointer: Any  # the ProxycclConnection
     stats: Any  # the ProxycclConnectionStats that show the rails to observers
-    peer: int | None
+    peer: int | None  # rank of the peer
     losses: int = 0  # of the ProxycclRailsState at the last look
     reconnected: int = 0  # number of the failure after which a rail was last connected again
 
@@ -48,29 +47,22 @@ class RailWatch:
 
     Args:
         status_text: returns a status of the rails' transport in words.
+        warn: issues a warning with a text in the rank's process; must not wait.
         name: prefix of the thread's name.
     """
 
     PERIOD = 0.1
 
-    def __init__(self, status_text: Callable[[int], str], name: str) -> None:
+    def __init__(self, status_text: Callable[[int], str], warn: Callable[[str], None], name: str) -> None:
         self._status_text = status_text
-        self._watched: list[_Watched] = []
+        self._warn = warn
+        self._watched: list[WatchedConnection] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{name}-rails", daemon=True)
         self._thread.start()
 
-    def add(self, rails: Sequence[Rail], pointer: Any, stats: Any, peer: int | None) -> None:
-        """Adds a connection. `pointer` and `stats` must stay valid until `close` has returned True.
-
-        Args:
-            rails: the connection's rails.
-            pointer: the ProxycclConnection.
-            stats: the ProxycclConnectionStats in which observers find the rails' state.
-            peer: rank of the peer.
-        """
-        stats.rails_up = len(rails)
-        self._watched.append(_Watched(rails, pointer, stats, peer))
+    def add(self, connection: WatchedConnection) -> None:
+        self._watched.append(connection)
 
     def close(self, timeout: float) -> bool:
         """Ends the thread. Returns False if the thread did not end in time; another call then waits again."""
@@ -91,12 +83,12 @@ class RailWatch:
                 if time.monotonic() > until or self._stop.is_set():
                     break
 
-    def _state(self, each: _Watched) -> Any:
+    def _state(self, each: WatchedConnection) -> Any:
         state = ffi.new("ProxycclRailsState *")
         lib.proxyccl_rails_state(each.pointer, state)
         return state
 
-    def _look(self, each: _Watched) -> bool:
+    def _look(self, each: WatchedConnection) -> bool:
         """Stops a failed rail's queue pair if the engine asks. Returns whether the rail may be connected again."""
         state = self._state(each)
         each.stats.rails_up = len(each.rails) - (state.down > 0)
@@ -110,14 +102,11 @@ class RailWatch:
             each.stats.rail_failures += 1
             reason = self._status_text(state.status)
             text = f"the adapter {failed.adapter} no longer reaches rank {each.peer} ({reason})"
-            text += f"; all data goes by {other.adapter}"
-            try:
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
-            except RuntimeWarning:  # the program's filters make errors of warnings
-                _logger.warning(text)
+            text += f"; all data goes by {other.adapter} (failure {each.stats.rail_failures} of the connection)"
+            self._warn(text)
         return bool(state.is_free) and each.reconnected != state.failures
 
-    def _reconnect(self, each: _Watched) -> None:
+    def _reconnect(self, each: WatchedConnection) -> None:
         state = self._state(each)
         if state.is_free and each.rails[state.down - 1].reconnect(state.failures):
             each.reconnected = state.failures

@@ -78,7 +78,8 @@ class EngineConnection(Struct, frozen=True):
     # connections' wires with the same number.
     wires: tuple[tuple[int, Any], ...] = ()
     ends: int = 0  # the number of this rank's endpoints for wires; wire numbers are below `ends`
-    rails: tuple[Rail, ...] = ()  # the rails of a connection over several rails
+    rails: int = 0  # the number of the connection's rails; 0 for a connection without rails
+    watched: tuple[Rail, ...] = ()  # the rails that can be connected again after a failure
 
 
 def create(engine: EngineRuntime, transport: str, native_options: Any, *parts: Any, needs: str = "") -> Any:
@@ -139,7 +140,9 @@ def connect(engine: EngineRuntime, transport: str, options: Any, needs: str) -> 
     """
     if isinstance(options, RailsOptions):
         return EngineConnection(
-            create(engine, "rails", options.native, *options.options, needs=needs), rails=options.rails
+            create(engine, "rails", options.native, *options.options, needs=needs),
+            rails=len(options.options),
+            watched=options.rails,
         )
     return EngineConnection(create(engine, transport, options, needs=needs))
 

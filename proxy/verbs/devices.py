@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
-from proxyccl.proxy.placement import NOWHERE, SYSFS, Nearness, NearnessTo, Place, numa_node_of, pci_path, read
-from proxyccl.proxy.remote_options import MTUS, RdmaOptions
+from proxyccl.proxy.placement import NOWHERE, SYSFS, Nearness, NearnessTo, Place, nearest, numa_node_of, pci_path, read
+from proxyccl.proxy.remote_options import MTUS, RAILS, RdmaOptions
 from proxyccl.proxy.verbs.address import LINK_LAYERS
 from proxyccl.proxy.verbs.pyverbs_api import DEVICES, Pyverbs, load
 
@@ -276,26 +276,6 @@ def active_ports(devices: Iterable[RdmaDevice]) -> list[DevicePort]:
     return [(device, port) for device, port in _ports(devices) if _state(device, port) == "active"]
 
 
-def _nearest_ports(ports: list[DevicePort], near: Place, root: Path) -> list[DevicePort]:
-    """Returns the nearest of `active_ports`; of several equally near ports, the fastest.
-
-    Of InfiniBand and RoCE ports, only the ports of one kind are returned, because ports of different kinds can't be
-    connected. The chosen kind is the kind whose ports have the higher total rate, so that all hosts with the same
-    adapters use the same kind.
-    """
-    rates: dict[str, float] = {}
-    for _, port in ports:
-        rates[port.link_layer] = rates.get(port.link_layer, 0) + port.rate
-    kind = max(rates, key=lambda layer: (rates[layer], layer))
-    nearness = NearnessTo(near, root)
-    groups: dict[tuple[Nearness, float], list[DevicePort]] = {}
-    for device, port in ports:
-        if port.link_layer == kind:
-            key = nearness(device.pci_path, device.numa_node), -port.rate
-            groups.setdefault(key, []).append((device, port))
-    return groups[min(groups)]
-
-
 def choose_devices(
     devices: list[RdmaDevice],
     options: RdmaOptions,
@@ -304,9 +284,9 @@ def choose_devices(
     local_rank: int = 0,
     root: Path = SYSFS,
 ) -> list[DeviceChoice]:
-    """Chooses one device, or each device that `options.devices` names: the nearest of the ports that the options allow;
-    of equally near ports, the fastest. If several ports are equally near and fast, `local_rank` distributes a node's
-    ranks over these ports.
+    """Chooses one device: the nearest of the ports that the options allow; of equally near ports, the fastest. Of the
+    devices that `options.devices` names, chooses two by the same rule, in the order of their names. Several ports that
+    are equally near and fast are divided among a node's ranks (`nearest`).
 
     By default the GID is the port's `best_gid`. Options override the choice of device, port and GID.
 
@@ -322,34 +302,53 @@ def choose_devices(
             devices, ports or GIDs that exist.
         RuntimeUnavailableError: no device has an active port.
     """
-    names = options.devices or (options.device,)
-    return [_choose(devices, replace(options, devices=None, device=name), near, local_rank, root) for name in names]
+    nearness = NearnessTo(near, root)
+
+    def distance(placed: DevicePort) -> tuple[Nearness, float]:
+        device, port = placed
+        return nearness(device.pci_path, device.numa_node), -port.rate
+
+    option, names = ("devices", options.devices) if options.devices else ("device", (options.device,))
+    ports = [nearest(_usable_ports(devices, options, option, name), distance, 1, local_rank)[0] for name in names]
+    chosen = []
+    for device, port in nearest(ports, distance, RAILS, local_rank):
+        assert port.best_gid is not None
+        index = port.best_gid.index if options.gid_index is None else options.gid_index
+        chosen.append(DeviceChoice(device, port.number, index))
+    return chosen
 
 
-def _choose(devices: list[RdmaDevice], options: RdmaOptions, near: Place, local_rank: int, root: Path) -> DeviceChoice:
-    if options.device is not None:
+def _usable_ports(devices: list[RdmaDevice], options: RdmaOptions, option: str, name: str | None) -> list[DevicePort]:
+    """Returns the active ports that the options allow. `name` is the value of the option `option`, or one of its names;
+    None for all devices.
+
+    Of InfiniBand and RoCE ports, only the ports of one kind are returned, because ports of different kinds can't be
+    connected. The chosen kind is the kind whose ports have the higher total rate, so that all hosts with the same
+    adapters use the same kind.
+    """
+    if name is not None:
         names = _listed(device.name for device in devices)
-        devices = [device for device in devices if device.name == options.device]
+        devices = [device for device in devices if device.name == name]
         if not devices:
-            raise ArgumentError("device", f"no RDMA device {options.device!r}; there is {names}")
+            raise ArgumentError(option, f"no RDMA device {name!r}; there is {names}")
         if options.port is not None:
             devices[0].port(options.port)  # raises ArgumentError if the device lacks the port
     active = [(device, port) for device, port in active_ports(devices) if options.port in (None, port.number)]
     if not active:
-        for field in ("device", "port"):
-            asked = getattr(options, field)
+        for argument, asked in ((option, name), ("port", options.port)):
             if asked is not None:
-                raise ArgumentError(field, f"{asked!r} has no active port; there is {_states(devices)}")
+                raise ArgumentError(argument, f"{asked!r} has no active port; there is {_states(devices)}")
         raise RuntimeUnavailableError(f"no RDMA device has an active port; there is {_states(devices)}")
     index = options.gid_index
     having = [each for each in active if index is None or any(gid.index == index for gid in each[1].gids)]
     if not having:
         there = "; ".join(f"{device.name} port {port.number}: {_listed(port.gids)}" for device, port in active)
         raise ArgumentError("gid_index", f"no active port has a GID {index}; there is {there}")
-    equals = _nearest_ports(having, near, root)
-    device, port = equals[local_rank % len(equals)]
-    assert port.best_gid is not None
-    return DeviceChoice(device, port.number, port.best_gid.index if index is None else index)
+    rates: dict[str, float] = {}
+    for _, port in having:
+        rates[port.link_layer] = rates.get(port.link_layer, 0) + port.rate
+    kind = max(rates, key=lambda layer: (rates[layer], layer))
+    return [(device, port) for device, port in having if port.link_layer == kind]
 
 
 def _state(device: RdmaDevice, port: RdmaPort) -> str:

@@ -104,8 +104,8 @@ class Registrations(RegistrationCache):
 
 
 class VerbsContext(RemoteDevice):
-    """A rank's opened RDMA devices: one, or those that `RdmaOptions.devices` names. Each context has its own protection
-    domains, so a device refuses the keys of other contexts.
+    """A rank's opened RDMA devices: one, or two of those that `RdmaOptions.devices` names. Each context has its own
+    protection domains, so a device refuses the keys of other contexts.
 
     Attributes:
         devices: the opened devices.

@@ -8,9 +8,11 @@ import signal
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from msgspec import Raw
@@ -18,7 +20,7 @@ from msgspec import Raw
 from proxyccl import ClosedError, ProxyLostError, RuntimeUnavailableError
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.proxy.daemon.connection import DaemonConnection, NodeDaemon
-from proxyccl.proxy.daemon.protocol import LONGEST_FRAME, REPLIES, VERSION, Answer, AnyReply, Ending
+from proxyccl.proxy.daemon.protocol import LONGEST_FRAME, REPLIES, VERSION, Answer, AnyReply, Ending, Warned
 from proxyccl.proxy.daemon.session_service import SessionService
 from proxyccl.proxy.interface import Connection, ProxyFailure
 from proxyccl.proxy.shared_words import SharedWords, TurnWatch
@@ -161,6 +163,20 @@ def test_a_daemon_that_ends_is_lost_with_its_reason(daemon: Daemon) -> None:
     daemon.send(Ending())
     wait_for(lambda: bool(daemon.failures), "the daemon is lost")
     assert daemon.failures[0].reason == f"process {os.getpid()} is ending"
+
+
+@pytest.mark.parametrize("action", ["default", "error"])
+def test_each_warning_of_the_daemon_is_shown_or_logged(
+    daemon: Daemon, action: Literal["default", "error"], caplog: pytest.LogCaptureFixture
+) -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter(action)
+        for _ in range(2):
+            daemon.send(Warned("an adapter has failed"))
+        wait_for(lambda: len(shown) + len(caplog.records) == 2, "both warnings")
+    assert [str(each.message) for each in shown] + caplog.messages == 2 * ["an adapter has failed"]
+    assert len(shown) == (2 if action == "default" else 0)
+    assert not daemon.failures
 
 
 @pytest.mark.parametrize(

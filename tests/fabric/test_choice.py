@@ -121,7 +121,7 @@ def test_of_named_interfaces_a_rank_uses_the_two_nearest_in_their_order(tmp_path
     [
         (["eth0", "eth"], "interfaces: must name different interfaces of one provider, not tcp;ofi_rxm on eth0"),
         (["eth0", "rdmap"], "interfaces: must name different interfaces of one provider, not tcp;ofi_rxm on eth0"),
-        (["eth0", "eth9"], "interface: 'eth9' is not one of"),
+        (["eth0", "eth9"], "interfaces: 'eth9' is not one of"),
     ],
 )
 def test_interfaces_that_can_not_be_used_together_are_refused(names: list[str], message: str) -> None:
@@ -279,7 +279,11 @@ def test_the_environment_gives_what_arguments_do_not(
         ("provider", ""),
         ("provider", 3),
         ("interface", "="),
+        ("interface", "eth 0"),
+        ("interface", "eth0,^eth1"),
         ("interfaces", "eth0"),
+        ("interfaces", {"eth0", "eth1"}),
+        ("interfaces", ("eth0", "^eth1")),
         ("interfaces", ("eth0", "eth0")),
         ("interfaces", [f"eth{i}" for i in range(33)]),
         ("depth", 1),
@@ -296,3 +300,13 @@ def test_options_out_of_range_are_refused_by_name(name: str, value: Any) -> None
         FabricOptions(**{name: value})
     with pytest.raises(ArgumentError, match=r"^depht: unknown option"):
         FabricOptions.from_environment(depht=3)
+
+
+def test_spaces_around_names_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_FABRIC", "interface=^=eth0, eth1")
+    assert (
+        FabricOptions.from_environment()
+        == FabricOptions(interface="^=eth0, eth1")
+        == FabricOptions(interface="^=eth0,eth1")
+    )
+    assert FabricOptions(interfaces="eth0, eth1") == FabricOptions(interfaces=["eth0", "eth1"])

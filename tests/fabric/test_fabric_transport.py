@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import errno
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,12 @@ from numpy.typing import NDArray
 from proxyccl import ArgumentError, Operation, Trigger
 from proxyccl.device.ffi_types import fill
 from proxyccl.proxy import _engine
+from proxyccl.proxy.observe.metrics import metrics_text
+from proxyccl.proxy.observe.publications import Description
+from proxyccl.proxy.observe.rates import Watch
+from proxyccl.proxy.observe.reader import snapshots
 from proxyccl.proxy.transports.table import find_transport
+from proxyccl.tools.top import table_of
 from support.fakes.fabric import FakeFabricPeer
 from support.fakes.verbs import Loop, bytes_of_value
 from support.running import TIMEOUT
@@ -215,6 +222,21 @@ def test_what_no_flush_waits_behind_comes_to_rest_by_one_completion(rails: Order
         counts = loop.peers[0].device.counts
         assert counts.requests == 14
         assert counts.awaited == counts.empty > 0
+
+
+@rails
+def test_observers_see_the_rails(rails: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    described = {"description": Description(0, 2, "job", "program")}
+    with loop_of(memory(8), np.zeros(8, np.uint8), **rails, service=described) as loop:
+        text = metrics_text(snapshots("job").values(), {})
+        (up,) = re.findall(r"^proxyccl_connection_rails_up\{.*\} (\d)", text, re.M)
+        assert int(up) == rails.get("rails", 0)
+        loop.push(0, PUT, 8)
+        loop.flush()
+        watch = Watch("job")
+        watch.rates()
+        assert ("7 fabric, 2 of 2 rails" in table_of(watch.rates())) == bool(rails)
 
 
 @rails

@@ -12,6 +12,8 @@ import mmap
 import random
 import threading
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +36,8 @@ from proxyccl.proxy.observe.tracing import Tracer
 from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 from proxyccl.proxy.transports.table import find_transport
 from proxyccl.tools.top import table_of
-from support.bare_loops import verbs_write
+from support.bare_loops import produce, verbs_write
+from support.daemons import daemon_inside
 from support.fakes.verbs import (
     LKEY,
     RKEY,
@@ -336,7 +339,7 @@ def test_a_rail_on_trial_that_fails_without_a_completion_is_stopped_before_the_p
 
 @needs_transport
 def test_a_rail_that_fails_again_before_the_watch_sees_it_up_is_counted_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recwarn: pytest.WarningsRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watch waits for the port of another connection while a rail is used and fails again."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -366,6 +369,40 @@ def test_a_rail_that_fails_again_before_the_watch_sees_it_up_is_counted_again(
         wait_with_peer(loop, lambda: rails_up(loop, 1) == 1, "the second failure")
         ends.set()
         wait_with_peer(loop, lambda: rails_observed() == ["2", "2", "1", "2"], "the reports to observers")
+    told = Counter(str(each.message).partition("; all data goes by ")[2] for each in recwarn)
+    assert told == {"rail0 (failure 1 of the connection)": 2, "rail0 (failure 2 of the connection)": 1}
+
+
+@needs_transport
+def test_a_failed_rail_of_a_daemon_is_told_by_the_client_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, source, destination = tmp_path / "socket", memory(9000), np.zeros(9000, np.uint8)
+    monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(path))
+    told: list[tuple[str, str]] = []  # the texts of the warnings, and the threads that issued them
+    with (
+        warnings.catch_warnings(),
+        contextlib.ExitStack() as opened,
+        daemon_inside(path) as daemon,
+        Communicator(proxy="daemon") as comm,
+    ):
+        warnings.simplefilter("always")
+        monkeypatch.setattr(
+            warnings, "showwarning", lambda what, *_: told.append((str(what), threading.current_thread().name))
+        )
+        ring = comm.proxy.fifos[0]
+        (session,) = daemon._sessions
+        peer = FakePeer(session.served, source, destination, speeds=(1, 1))
+        for device in peer.devices:
+            opened.enter_context(device)
+        peer.devices[1].fail_request(1, RETRY_EXC_ERR)
+        produce(ring, 0, peer.trigger(PUT, 9000).encode(), 1, TIMEOUT)
+        wait_for(lambda: bool(told), "the warning")
+        peer.mail[:3] = peer.peer_mail[:3]
+        wait_for(lambda: bool((destination == source).all()), "the put")
+    ((text, thread),) = told
+    assert text.startswith("the adapter rail1 no longer reaches rank 7 (IBV_WC_RETRY_EXC_ERR, ")
+    assert thread.endswith("-daemon"), "the thread that reads the daemon's events"
 
 
 @needs_transport
@@ -407,7 +444,7 @@ def test_a_rail_that_is_back_is_used_again(
         loop.wait(lambda: rails_observed() == ["2", "1"], "the report to observers")
         (told,) = [str(each.message) for each in recwarn]
         assert told.startswith("the adapter rail1 no longer reaches rank 7 (IBV_WC_RETRY_EXC_ERR, ")
-        assert told.endswith("; all data goes by rail0")
+        assert told.endswith("; all data goes by rail0 (failure 1 of the connection)")
 
 
 @needs_transport

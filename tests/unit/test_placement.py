@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from proxyccl import RdmaOptions, rdma_devices
+from proxyccl import ArgumentError, RdmaOptions, rdma_devices
 from proxyccl.proxy.placement import Place
 from proxyccl.proxy.verbs.devices import choose_devices
 from proxyccl.tools import info
@@ -30,6 +32,42 @@ def test_each_rank_uses_the_adapter_nearest_to_its_gpu(machine: str, tmp_path: P
         for rank, gpu in enumerate(gpus.values())
     ]
     assert chosen == NEAREST[machine]
+
+
+@pytest.mark.parametrize("order", [sorted, list])
+@pytest.mark.parametrize("machine", ["dgx_h100", "mi300x"])
+def test_of_named_adapters_each_rank_uses_the_two_nearest_to_its_gpu(
+    machine: str, order: Callable[[list[str]], list[str]], tmp_path: Path
+) -> None:
+    gpus, names = expand(machine, tmp_path), order(NEAREST[machine])
+    options, devices = RdmaOptions(devices=names), rdma_devices(tmp_path)
+    chosen = [
+        [each.device.name for each in choose_devices(devices, options, Place(gpu), local_rank=rank, root=tmp_path)]
+        for rank, gpu in enumerate(gpus.values())
+    ]
+    for rank, pair in enumerate(chosen):
+        assert NEAREST[machine][rank] in pair
+        assert pair == sorted(pair, key=names.index), "the order of the names is kept"
+        assert {NEAREST[machine].index(name) // 4 for name in pair} == {rank // 4}, "both are on the GPU's NUMA node"
+    assert sorted(itertools.chain(*chosen)) == sorted(2 * names), "each adapter serves two ranks"
+    two = RdmaOptions(devices=[NEAREST[machine][-1], NEAREST[machine][0]])
+    chosen = choose_devices(devices, two, Place(gpus["gpu0"]), root=tmp_path)
+    assert tuple(each.device.name for each in chosen) == two.devices
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mlx5_99", "devices: no RDMA device 'mlx5_99'; there is mlx5_0, "),
+        ("mlx5_2", "devices: 'mlx5_2' has no active port"),
+    ],
+)
+def test_an_adapter_that_can_not_be_used_is_refused_by_the_option_that_names_it(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    expand("dgx_h100", tmp_path)
+    with pytest.raises(ArgumentError, match=message):
+        choose_devices(rdma_devices(tmp_path), RdmaOptions(devices=["mlx5_0", name]), root=tmp_path)
 
 
 def test_a_named_adapter_of_the_other_kind_is_used(tmp_path: Path) -> None:

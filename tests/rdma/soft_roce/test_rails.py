@@ -156,7 +156,9 @@ def test_transfers_go_on_by_the_other_wire_until_a_wire_is_back(wire: Wire, seco
     assert len(told) >= 2 * cuts, told
     for text in told:
         adapter, rank, other = re.fullmatch(
-            r"the adapter rxe(\d) no longer reaches rank ([01]) \(IBV_WC_.*\); all data goes by rxe(\d)", text
+            r"the adapter rxe(\d) no longer reaches rank ([01]) \(IBV_WC_.*\); all data goes by rxe(\d) "
+            r"\(failure \d+ of the connection\)",
+            text,
         ).groups()
         assert (int(adapter) % 2, int(other)) == (1 - int(rank), (int(adapter) + 2) % 4), text
 
