@@ -410,13 +410,15 @@ class Agent:
         revokes the grant while a transfer is active, the transfer raises StaleReadError or StaleWriteError.
 
         With a grant for reads, the memory must not change before the grant is revoked. With a grant for writes, no byte
-        arrives after `Grant.revoke` has returned True, even if a writer was killed.
+        arrives after `Grant.revoke` has returned True, even if a writer was killed. Deregistering memory revokes no
+        grant.
 
         Args:
             blocks: integers of shape (N, 2): address and bytes of each block. The blocks must be registered, and must
                 not overlap.
             lease: the time in seconds after which `Grant.active` revokes the grant, and transfers of agents on this
-                host raise StaleReadError or StaleWriteError; None for no limit.
+                host raise StaleReadError or StaleWriteError; None for no limit. Peers that pass a key, but can't map
+                this agent's ledger, notice only the revocation.
             key: an integer from 0 to 2^40 - 1 that peers may pass instead of `Grant.encoded`, so that they need not
                 know the grant's bytes. The agent must never have used the key before. A grant with a key is revoked as
                 a whole, and a peer that passes the key does not check that the grant contains its blocks.
@@ -424,12 +426,14 @@ class Agent:
                 to host memory.
 
         Raises:
-            ArgumentError: `blocks`, `lease` or `key` is invalid.
+            ArgumentError: `blocks`, `lease`, `key` or `writes` is invalid.
             NotRegisteredError: a block does not lie within registered memory.
             ResourceError: the agent has 980,000 registered regions and granted blocks, a grant is active whose key
                 differs by a multiple of 65,536, or /proc is not mounted.
         """
         rows = as_granted(blocks)
+        if not isinstance(writes, bool):
+            raise ArgumentError("writes", f"must be True or False, not {writes!r:.100}")
         ends = 0
         if lease is not None:
             ends = time.monotonic_ns() + int(1e9 * as_seconds(lease, "lease", "must be a positive number of seconds"))
@@ -439,7 +443,7 @@ class Agent:
             if key is None:
                 numbers = self._ledger.grant(len(rows))
             else:
-                number = self._ledger.grant_by_key(_as_key(key, "key"), writes=writes)
+                number = self._ledger.grant_by_key(_as_key(key, "key"), writes=writes, deadline=ends)
                 numbers = np.full(len(rows), number, np.uint64)
         try:
             message = GrantMessage(
@@ -447,7 +451,7 @@ class Agent:
                 self.name,
                 self._token,
                 self._place.host,
-                bool(writes),
+                writes,
                 ends,
                 np.column_stack((rows, numbers)).tobytes(),
             )
@@ -460,16 +464,17 @@ class Agent:
         self, grant: bytes | int, name: str, known: Peer | None, rows: Rows, writes: bool
     ) -> BlocksOfHost | Fence:
         """Finds a transfer's blocks in a grant. Raises the errors of `prepare` for `grant`."""
-        if isinstance(grant, bytes):
-            message = GRANT.decode(grant, "an agent")
+        ledger = self._ledger if known is None else known.ledger
+        if isinstance(grant, bytes | bytearray | memoryview):
+            message = GRANT.decode(bytes(grant), "an agent")
             found = find_blocks(message, rows, writes=writes)
             if message.token != (self._token if known is None else known.token):
                 text = f"the grant is of a former agent {name}, which has ended"
                 replace(found, owner=name).raise_stale(np.ones(len(rows), bool), text)
         else:
-            number = number_of(_as_key(grant, "grant"), writes=writes)
-            found = Found(name, writes, rows, np.full(len(rows), number, np.uint64), number)
-        ledger = self._ledger if known is None else known.ledger
+            number = number_of(_as_key(grant, "grant", "the bytes of a grant, or "), writes=writes)
+            deadline = np.zeros(1, np.uint64) if ledger is None else ledger.deadline(number)
+            found = Found(name, writes, rows, np.full(len(rows), number, np.uint64), number, deadline)
         if ledger is not None:
             return BlocksOfHost(found, ledger)
         assert known is not None
@@ -914,8 +919,8 @@ def _open_ledger(place: Place) -> tuple[Ledger | None, str]:
         return None, f"its registrations can't be looked at: {error}"
 
 
-def _as_key(value: Any, argument: str) -> int:
-    return as_integer(value, argument, f"must be a key from 0 to {MOST_KEYS - 1}", 0, MOST_KEYS - 1)
+def _as_key(value: Any, argument: str, otherwise: str = "") -> int:
+    return as_integer(value, argument, f"must be {otherwise}a key from 0 to {MOST_KEYS - 1}", 0, MOST_KEYS - 1)
 
 
 def _unknown(name: str) -> UnknownAgentError:
