@@ -721,14 +721,18 @@ class Agent:
 
     def _unmap_lost(self) -> None:
         with self._lock:
-            peers = list(self._peers.values())
-        for peer in peers:
+            lost = [(name, peer) for name, peer in self._peers.items() if peer.link is not None and peer.link.lost]
+        for name, _ in lost:
+            self._published.forget(name)
+        if lost:
+            self._publish_links()
+        for _, peer in lost:
             peer.unmap_lost()
 
     def _publish_links(self) -> None:
         with self._lock:
-            links = [(name, peer.link.path) for name, peer in self._peers.items() if peer.link is not None]
-        self._published.write(links)
+            links = [(name, peer.link) for name, peer in self._peers.items() if peer.link is not None]
+        self._published.write((name, link.path) for name, link in links if not link.lost)
 
     def _warn_of_slow(self, link: Link, host: str) -> None:
         what = f"moves data to and from agent {link.peer} of the same host through a socket"

@@ -86,11 +86,12 @@ class Peer:
         return ended
 
     def unmap_lost(self) -> None:
-        """Unmaps the peer's memory if its link is lost, because otherwise the memory of a killed process would not be
-        freed. If a transfer of the peer is still active after 30 s, the memory stays mapped until `leave`.
+        """Unmaps the peer's memory and its ledger if its link is lost, because otherwise the memory of a killed process
+        would not be freed. If a transfer of the peer is still active after 30 s, the memory stays mapped until `leave`.
         """
         if self.link is None or not self.link.lost:
             return
+        self.ledger = None  # the link stays lost, so only prepared transfers still check the ledger
         deadline = time.monotonic() + _LONGEST_SECONDS
         if all(has_ended(transfer, max(0.0, deadline - time.monotonic())) for transfer in self._kept()):
             self.reached.close()
