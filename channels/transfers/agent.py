@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -356,7 +356,7 @@ class Agent:
             removed = self._own.remove(regions)
             if removed is None:
                 raise NotRegisteredError("a region is not registered")
-            gone = list(removed)
+            gone = removed.keys()
             self._ledger.end(list(removed.values()))
             self._change_memory(gone, adds=False)
             if self._fabric is not None:
@@ -386,7 +386,7 @@ class Agent:
         with self._lock:
             return [region for region in self._own.all if region not in self._internal]
 
-    def _change_memory(self, regions: Sequence[Region], *, adds: bool) -> None:
+    def _change_memory(self, regions: Collection[Region], *, adds: bool) -> None:
         """Tells the engine that peers may, or may no longer, access regions through sockets."""
         for serving in (None, *self._serving) if regions else ():
             device = None if serving is None else serving.runtime.device

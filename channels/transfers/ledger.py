@@ -147,7 +147,7 @@ class Ledger:
 
     def end(self, numbers: Sequence[int]) -> None:
         """Ends registrations."""
-        for number in self._watched.keys() & numbers:
+        for number in self._watched.keys() & numbers if self._watched else ():
             self._watched.pop(number).detach()
         lib.proxyccl_ledger_end(self.pointer, numbers, len(numbers), False)
         with self._lock:

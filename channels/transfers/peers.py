@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from proxyccl.channels.transfers.device_memory import Reached
@@ -55,20 +56,18 @@ class Peer:
         overlap the added regions, because the peer may have freed their memory.
         """
         regions, columns = message.regions(), message.columns
-        known = self.regions.number
-        fresh = {  # without those of which the known metadata are newer
-            region: index
-            for index, (region, number) in enumerate(zip(regions, columns[3].tolist(), strict=True))
-            if number >= known(region)
-        }
+        fresh = dict(zip(regions, range(len(regions)), strict=True))
+        for region in self.regions.among(fresh):
+            if columns[3, fresh[region]] < self.regions.number(region):  # the known metadata are newer
+                del fresh[region]
         columns = columns[:, list(fresh.values())]
         replaced = self.regions.overlapping(columns)
-        self.regions.know(list(fresh), columns)
+        self.regions.know(fresh, columns)
         self.reached.add((share for share in message.shares if share.region in fresh), replaced)
         self.keys.add((key for key in message.keys if key.region in fresh), replaced)
         self._ended = -1
 
-    def forget_ended(self) -> list[Region]:
+    def forget_ended(self) -> Collection[Region]:
         """If the peer is on this host, removes the regions that the peer has deregistered, and returns these regions.
         Mapped regions stay mapped while transfers use them.
         """
