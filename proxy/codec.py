@@ -32,7 +32,7 @@ Uint64 = Annotated[int, Meta(ge=0)]
 _SHOWN = 100  # errors show at most this many characters of a wrong value
 _LOCATED = re.compile(r"(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$(?P<path>.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
-# An integer with fewer digits than this fits in 64 bits. The character before a value lets the search skip strings fast.
+# An integer with fewer digits fits in 64 bits. The character before the integer lets the search skip long texts fast.
 _LONG_NUMBER = re.compile(rb"[:,\[]\s*(-[0-9]{19,}|[0-9]{20,})")
 _INTEGERS = range(-(2**63), 2**64)
 _MOST_DIGITS = 20  # maximum number of characters of a 64-bit integer, with its sign

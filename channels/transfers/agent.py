@@ -319,20 +319,17 @@ class Agent:
 
     def _begin(self, regions: Sequence[Region], mapped: Mapping[Region, SharedMemory]) -> None:
         own, ledger = self._own, self._ledger
-        numbers: dict[Region, int] = {}
-        new, ended = [], []
-        for region in regions:
-            if region not in numbers:
-                number = numbers[region] = own.number(region)
-                if not ledger.holds(number):
-                    new.append(region)
-                    if number:
-                        ended.append(number)
+        new, ended = dict.fromkeys(regions), []
+        for region in own.among(new):
+            if ledger.holds(own.number(region)):
+                del new[region]
+            else:  # the memory was freed
+                ended.append(own.number(region))
         begun = ledger.begin(len(new)) if new else []
-        numbers.update(zip(new, begun, strict=True))
+        numbers = dict(zip(new, begun, strict=True))
         try:
             if mapped:
-                for region in mapped.keys() & new:
+                for region in mapped.keys() & numbers.keys():
                     ledger.watch(numbers[region], mapped[region].addresses())
             self._change_memory([region for region in new if region not in own] if ended else new, adds=True)
         except BaseException:

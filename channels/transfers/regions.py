@@ -51,9 +51,10 @@ def require_valid(region: Region) -> None:
             raise ArgumentError(name, f"must be an integer from 0 to 2^64 - 1, not {value!r}")
     if region.kind not in (DRAM, VRAM):
         raise ArgumentError("kind", f'must be "dram" or "vram", not {region.kind!r}')
-    if not isinstance(region.label, str) or len(region.label) > LONGEST_LABEL or not is_unicode(region.label):
+    label = region.label
+    if label != "" and not (isinstance(label, str) and len(label) <= LONGEST_LABEL and is_unicode(label)):
         raise ArgumentError(
-            "label", f"must be a text of at most {LONGEST_LABEL} characters that UTF-8 has, not {region.label!r:.100}"
+            "label", f"must be a text of at most {LONGEST_LABEL} characters that UTF-8 has, not {label!r:.100}"
         )
     if region.address + region.nbytes >= END:
         raise ArgumentError("regions", f"{region} is not a range of memory")
@@ -124,10 +125,11 @@ class Regions:
         return self._columns[:, chosen], self._sorted[chosen].tolist()
 
     def add(self, regions: Sequence[Region], numbers: Mapping[Region, int]) -> None:
-        """Adds regions, with the numbers of their registrations. A region that was added *n* times must be removed *n*
-        times."""
+        """Adds regions. `numbers` has those of the regions whose registrations are new, and the registrations' numbers.
+        A region that was added *n* times must be removed *n* times."""
         for region in regions:
-            before, number = self._numbers.get(region, 0), numbers[region]
+            before = self._numbers.get(region, 0)
+            number = numbers.get(region, before)
             if before:
                 self._again[region] = self._again.get(region, 0) + 1
             if number != before:
@@ -149,30 +151,32 @@ class Regions:
         self._numbers.update(zip(regions, columns[3].tolist(), strict=True))
         self._merge(list(regions), columns)
 
-    def remove(self, regions: Iterable[Region]) -> dict[Region, int] | None:
+    def remove(self, regions: Sequence[Region]) -> dict[Region, int] | None:
         """Removes one registration of each region, and returns the regions that have none left, with their numbers. If
         a region is absent, removes nothing and returns None.
         """
-        counts, again = Counter(regions), self._again
-        repeated = {region for region, count in counts.items() if count > 1 or region in again}
-        left = {region: again.get(region, 0) + 1 - counts[region] for region in repeated}
-        if min(left.values(), default=0) < 0 or not counts.keys() <= self._numbers.keys():
+        again, last = self._again, dict.fromkeys(regions)
+        if not last.keys() <= self._numbers.keys():
             return None
-        for region, number in left.items():
-            again.pop(region, None)
-            if number > 1:
-                again[region] = number - 1
-            if number > 0:
-                del counts[region]
-        gone = dict(zip(counts, map(self._numbers.__getitem__, counts), strict=True))
-        self.forget(gone)
-        return gone
+        if again or len(last) < len(regions):
+            left = {region: again.get(region, 0) + 1 - count for region, count in Counter(regions).items()}
+            if min(left.values(), default=0) < 0:
+                return None
+            for region, number in left.items():
+                again.pop(region, None)
+                if number > 1:
+                    again[region] = number - 1
+                if number > 0:
+                    del last[region]
+        return self.forget(last)
 
-    def forget(self, regions: Mapping[Region, object]) -> None:
-        """Removes the given regions, which must be present and registered once."""
-        self._dropped += map(self._numbers.pop, regions)
-        for region in self._new.keys() & regions.keys():
-            del self._new[region]
+    def forget(self, regions: Iterable[Region]) -> dict[Region, int]:
+        """Removes the given regions, which must be present and registered once, and returns them with their numbers."""
+        gone = {region: self._numbers.pop(region) for region in regions}
+        self._dropped += gone.values()
+        for region in gone if self._new else ():
+            self._new.pop(region, None)
+        return gone
 
     def _sort(self) -> None:
         """Applies the changes to the sorted regions."""
@@ -218,12 +222,13 @@ class Regions:
         at = np.searchsorted(starts, self._columns[1]) - 1  # the last in `starts` that is before each end
         return set(self._sorted[(at >= 0) & (np.maximum.accumulate(ends)[at] > self._columns[0])])
 
-    def ended(self, words: Rows) -> dict[Region, None]:
+    def ended(self, words: Rows) -> list[Region]:
         """Returns the regions that their ledger's words (`Ledger.words`) show to be deregistered."""
         self._sort()
         numbers = self._columns[3]
         now = words[numbers % np.uint64(len(words))]
-        return dict.fromkeys(self._sorted[(now != numbers) & (now != ~numbers)].tolist())
+        ended: list[Region] = self._sorted[(now != numbers) & (now != ~numbers)].tolist()
+        return ended
 
 
 class View:

@@ -174,7 +174,7 @@ enum {
 typedef struct ProxycclLedger {
   uint64_t words[PROXYCCL_LEDGER_WORDS];
   uint64_t deadlines[PROXYCCL_LEDGER_KEYS]; /* for each grant with a key, the deadline (see ProxycclGranted) */
-  uint32_t places; /* the number of places that were used so far */
+  uint32_t places;                          /* the number of places that were used so far */
   /* For each place, the numbers of active transfers of granted blocks, by a hash of the grant. */
   uint32_t active[PROXYCCL_LEDGER_PLACES][PROXYCCL_LEDGER_COUNTS];
 } ProxycclLedger;
@@ -273,8 +273,8 @@ void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const Proxy
 /* The grant of a transfer's remote blocks. The ledger, the numbers, the deadline and the place must outlive the
  * transfer. */
 typedef struct ProxycclGranted {
-  ProxycclLedger *ledger;   /* the owner's ledger */
-  const uint64_t *numbers;  /* the numbers of the blocks, in any order */
+  ProxycclLedger *ledger;  /* the owner's ledger */
+  const uint64_t *numbers; /* the numbers of the blocks, in any order */
   uint64_t count;
   uint64_t grant;           /* the number of the grant's first block */
   const uint64_t *deadline; /* when the lease ends, in ns of CLOCK_MONOTONIC; 0 without a lease */
