@@ -155,6 +155,7 @@ class Grant:
 
 
 def _as_addresses(addresses: Any) -> Rows:
+    """Returns a caller's addresses as uint64 of shape (N,). Raises ArgumentError if they are not integers."""
     try:
         wanted = np.asarray(addresses).ravel()
     except ValueError:  # numpy raises this for lists of different lengths

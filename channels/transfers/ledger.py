@@ -185,7 +185,8 @@ class Ledger:
                     f"of {_KEY_SLOTS} is not revoked"
                 )
             self.deadline(number)[0] = deadline
-            self.words[slot], self._granted[slot] = number, True
+            lib.proxyccl_ledger_begin(self.pointer, [number], 1)  # releases the deadline to readers of the word
+            self._granted[slot] = True
         return number
 
     def deadline(self, number: int) -> NDArray[np.uint64]:

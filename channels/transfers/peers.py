@@ -109,7 +109,8 @@ class Peer:
             except ActiveError as error:
                 active = error
         self.reached.close()
-        if self.ledger is not None:
-            self.ledger.close()
+        ledger = self.ledger  # `unmap_lost` may set it to None at any moment
+        if ledger is not None:
+            ledger.close()
         if active is not None:
             raise active

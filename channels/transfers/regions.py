@@ -155,7 +155,7 @@ class Regions:
         """Removes one registration of each region, and returns the regions that have none left, with their numbers. If
         a region is absent, removes nothing and returns None.
         """
-        again, last = self._again, dict.fromkeys(regions)
+        again, last = self._again, dict.fromkeys(regions)  # `last`: the regions that have no registration left
         if not last.keys() <= self._numbers.keys():
             return None
         if again or len(last) < len(regions):
