@@ -583,7 +583,7 @@ class Agent:
                 raise _unknown(name)
             del self._peers[name]
             peer.removed = True
-        self._published.forget(name)
+        self._published.forget([name])
         self._publish_links()
         peer.leave()
         if self._fabric is not None and peer.number is not None:
@@ -718,12 +718,11 @@ class Agent:
 
     def _unmap_lost(self) -> None:
         with self._lock:
-            lost = [(name, peer) for name, peer in self._peers.items() if peer.link is not None and peer.link.lost]
-        for name, _ in lost:
-            self._published.forget(name)
+            lost = {name: peer for name, peer in self._peers.items() if peer.link is not None and peer.link.lost}
         if lost:
+            self._published.forget(lost)
             self._publish_links()
-        for _, peer in lost:
+        for peer in lost.values():
             peer.unmap_lost()
 
     def _publish_links(self) -> None:
