@@ -32,7 +32,8 @@ Uint64 = Annotated[int, Meta(ge=0)]
 _SHOWN = 100  # errors show at most this many characters of a wrong value
 _LOCATED = re.compile(r"(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$(?P<path>.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
-_LONG_NUMBER = re.compile(rb"-[0-9]{19,}|[0-9]{20,}")  # an integer with fewer digits than this fits in 64 bits
+# An integer with fewer digits fits in 64 bits. The character before the integer lets the search skip long texts fast.
+_LONG_NUMBER = re.compile(rb"[:,\[]\s*(-[0-9]{19,}|[0-9]{20,})")
 _INTEGERS = range(-(2**63), 2**64)
 _MOST_DIGITS = 20  # maximum number of characters of a 64-bit integer, with its sign
 
@@ -130,7 +131,8 @@ class _WideIntegerError(Exception):
 
 
 def _require_64_bits(data: bytes | bytearray | memoryview) -> None:
-    if all(len(each) <= _MOST_DIGITS and int(each) in _INTEGERS for each in _LONG_NUMBER.findall(data)):
+    is_nested = data[:1] in (b"{", b"[")
+    if is_nested and all(len(each) <= _MOST_DIGITS and int(each) in _INTEGERS for each in _LONG_NUMBER.findall(data)):
         return
     for path, value in _leaves(msgspec.json.decode(data), "$"):
         if isinstance(value, int) and value not in _INTEGERS:

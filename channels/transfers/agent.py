@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -323,20 +323,17 @@ class Agent:
 
     def _begin(self, regions: Sequence[Region], mapped: Mapping[Region, SharedMemory]) -> None:
         own, ledger = self._own, self._ledger
-        numbers: dict[Region, int] = {}
-        new, ended = [], []
-        for region in regions:
-            if region not in numbers:
-                number = numbers[region] = own.number(region)
-                if not ledger.holds(number):
-                    new.append(region)
-                    if number:
-                        ended.append(number)
+        new, ended = dict.fromkeys(regions), []
+        for region in own.among(new):
+            if ledger.holds(own.number(region)):
+                del new[region]
+            else:  # the memory was freed
+                ended.append(own.number(region))
         begun = ledger.begin(len(new)) if new else []
-        numbers.update(zip(new, begun, strict=True))
+        numbers = dict(zip(new, begun, strict=True))
         try:
             if mapped:
-                for region in mapped.keys() & new:
+                for region in mapped.keys() & numbers.keys():
                     ledger.watch(numbers[region], mapped[region].addresses())
             self._change_memory([region for region in new if region not in own] if ended else new, adds=True)
         except BaseException:
@@ -360,7 +357,7 @@ class Agent:
             removed = self._own.remove(regions)
             if removed is None:
                 raise NotRegisteredError("a region is not registered")
-            gone = list(removed)
+            gone = removed.keys()
             self._ledger.end(list(removed.values()))
             self._change_memory(gone, adds=False)
             if self._fabric is not None:
@@ -390,7 +387,7 @@ class Agent:
         with self._lock:
             return [region for region in self._own.all if region not in self._internal]
 
-    def _change_memory(self, regions: Sequence[Region], *, adds: bool) -> None:
+    def _change_memory(self, regions: Collection[Region], *, adds: bool) -> None:
         """Tells the engine that peers may, or may no longer, access regions through sockets."""
         for serving in (None, *self._serving) if regions else ():
             device = None if serving is None else serving.runtime.device
@@ -414,13 +411,15 @@ class Agent:
         revokes the grant while a transfer is active, the transfer raises StaleReadError or StaleWriteError.
 
         With a grant for reads, the memory must not change before the grant is revoked. With a grant for writes, no byte
-        arrives after `Grant.revoke` has returned True, even if a writer was killed.
+        arrives after `Grant.revoke` has returned True, even if a writer was killed. Deregistering memory revokes no
+        grant.
 
         Args:
             blocks: integers of shape (N, 2): address and bytes of each block. The blocks must be registered, and must
                 not overlap.
             lease: the time in seconds after which `Grant.active` revokes the grant, and transfers of agents on this
-                host raise StaleReadError or StaleWriteError; None for no limit.
+                host raise StaleReadError or StaleWriteError; None for no limit. Peers that pass a key, but can't map
+                this agent's ledger, notice only the revocation.
             key: an integer from 0 to 2^40 - 1 that peers may pass instead of `Grant.encoded`, so that they need not
                 know the grant's bytes. The agent must never have used the key before. A grant with a key is revoked as
                 a whole, and a peer that passes the key does not check that the grant contains its blocks.
@@ -428,12 +427,14 @@ class Agent:
                 to host memory.
 
         Raises:
-            ArgumentError: `blocks`, `lease` or `key` is invalid.
+            ArgumentError: `blocks`, `lease`, `key` or `writes` is invalid.
             NotRegisteredError: a block does not lie within registered memory.
             ResourceError: the agent has 980,000 registered regions and granted blocks, a grant is active whose key
                 differs by a multiple of 65,536, or /proc is not mounted.
         """
         rows = as_granted(blocks)
+        if not isinstance(writes, bool):
+            raise ArgumentError("writes", f"must be True or False, not {writes!r:.100}")
         ends = 0
         if lease is not None:
             ends = time.monotonic_ns() + int(1e9 * as_seconds(lease, "lease", "must be a positive number of seconds"))
@@ -443,7 +444,7 @@ class Agent:
             if key is None:
                 numbers = self._ledger.grant(len(rows))
             else:
-                number = self._ledger.grant_by_key(_as_key(key, "key"), writes=writes)
+                number = self._ledger.grant_by_key(_as_key(key, "key"), writes=writes, deadline=ends)
                 numbers = np.full(len(rows), number, np.uint64)
         try:
             message = GrantMessage(
@@ -451,7 +452,7 @@ class Agent:
                 self.name,
                 self._token,
                 self._place.host,
-                bool(writes),
+                writes,
                 ends,
                 np.column_stack((rows, numbers)).tobytes(),
             )
@@ -464,16 +465,17 @@ class Agent:
         self, grant: bytes | int, name: str, known: Peer | None, rows: Rows, writes: bool
     ) -> BlocksOfHost | Fence:
         """Finds a transfer's blocks in a grant. Raises the errors of `prepare` for `grant`."""
-        if isinstance(grant, bytes):
-            message = GRANT.decode(grant, "an agent")
+        ledger = self._ledger if known is None else known.ledger
+        if isinstance(grant, bytes | bytearray | memoryview):
+            message = GRANT.decode(bytes(grant), "an agent")
             found = find_blocks(message, rows, writes=writes)
             if message.token != (self._token if known is None else known.token):
                 text = f"the grant is of a former agent {name}, which has ended"
                 replace(found, owner=name).raise_stale(np.ones(len(rows), bool), text)
         else:
-            number = number_of(_as_key(grant, "grant"), writes=writes)
-            found = Found(name, writes, rows, np.full(len(rows), number, np.uint64), number)
-        ledger = self._ledger if known is None else known.ledger
+            number = number_of(_as_key(grant, "grant", "the bytes of a grant, or "), writes=writes)
+            deadline = np.zeros(1, np.uint64) if ledger is None else ledger.deadline(number)
+            found = Found(name, writes, rows, np.full(len(rows), number, np.uint64), number, deadline)
         if ledger is not None:
             return BlocksOfHost(found, ledger)
         assert known is not None
@@ -585,7 +587,7 @@ class Agent:
                 raise _unknown(name)
             del self._peers[name]
             peer.removed = True
-        self._published.forget(name)
+        self._published.forget([name])
         self._publish_links()
         peer.leave()
         if self._fabric is not None and peer.number is not None:
@@ -720,14 +722,17 @@ class Agent:
 
     def _unmap_lost(self) -> None:
         with self._lock:
-            peers = list(self._peers.values())
-        for peer in peers:
+            lost = {name: peer for name, peer in self._peers.items() if peer.link is not None and peer.link.lost}
+        if lost:
+            self._published.forget(lost)
+            self._publish_links()
+        for peer in lost.values():
             peer.unmap_lost()
 
     def _publish_links(self) -> None:
         with self._lock:
-            links = [(name, peer.link.path) for name, peer in self._peers.items() if peer.link is not None]
-        self._published.write(links)
+            links = [(name, peer.link) for name, peer in self._peers.items() if peer.link is not None]
+        self._published.write((name, link.path) for name, link in links if not link.lost)
 
     def _warn_of_slow(self, link: Link, host: str) -> None:
         what = f"moves data to and from agent {link.peer} of the same host through a socket"
@@ -918,8 +923,8 @@ def _open_ledger(place: Place) -> tuple[Ledger | None, str]:
         return None, f"its registrations can't be looked at: {error}"
 
 
-def _as_key(value: Any, argument: str) -> int:
-    return as_integer(value, argument, f"must be a key from 0 to {MOST_KEYS - 1}", 0, MOST_KEYS - 1)
+def _as_key(value: Any, argument: str, otherwise: str = "") -> int:
+    return as_integer(value, argument, f"must be {otherwise}a key from 0 to {MOST_KEYS - 1}", 0, MOST_KEYS - 1)
 
 
 def _unknown(name: str) -> UnknownAgentError:

@@ -151,7 +151,8 @@ class Reached:
     def of(self, regions: Iterable[Region]) -> list[Share]:
         """Returns the shares of those regions that have one."""
         with self._lock:
-            return [self._shares[region] for region in regions if region in self._shares]
+            shares = self._shares
+            return [shares[region] for region in regions if region in shares] if shares else []
 
     def share(self, region: Region) -> Share:
         """Returns the share of a region. Raises NotSharedError if the region has none."""

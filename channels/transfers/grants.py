@@ -124,9 +124,10 @@ class Grant:
 
         Args:
             addresses: the addresses of the blocks to revoke; None for all blocks.
-            wait: the longest time in seconds to wait for active transfers of the grant, so that they complete. The wait
-                ends early when no agent of this host transfers. Readers on other hosts are not waited for, nor is a
-                reader that can't map this agent's ledger, which the reader's RuntimeWarning says.
+            wait: the longest time in seconds to wait for active transfers of the grant, so that they complete. This
+                includes transfers of blocks that are not revoked. The wait ends early when no agent of this host
+                transfers. Readers on other hosts are not waited for, nor is a reader that can't map this agent's
+                ledger, which the reader's RuntimeWarning says.
 
         Returns:
             Whether no transfer of the grant by an agent of this host was still active when the blocks were revoked.
@@ -140,7 +141,7 @@ class Grant:
         seconds = as_seconds(wait, "wait", "must be a number of seconds", may_be_none=True)
         numbers = self._numbers
         if addresses is not None:
-            wanted = np.asarray(addresses).ravel()
+            wanted = _as_addresses(addresses)
             at = np.minimum(np.searchsorted(self._addresses, wanted), len(self._addresses) - 1)
             unknown = wanted[self._addresses[at] != wanted]
             if len(unknown):
@@ -151,6 +152,17 @@ class Grant:
             return self._ledger.wait(int(self._numbers[0]), seconds)
         finally:
             self._ledger.revoke(numbers)
+
+
+def _as_addresses(addresses: Any) -> Rows:
+    """Returns a caller's addresses as uint64 of shape (N,). Raises ArgumentError if they are not integers."""
+    try:
+        wanted = np.asarray(addresses).ravel()
+    except ValueError:  # numpy raises this for lists of different lengths
+        wanted = None
+    if wanted is None or (len(wanted) and wanted.dtype.kind not in "iu"):
+        raise ArgumentError("addresses", f"must be addresses of granted blocks, not {addresses!r:.100}")
+    return wanted.astype(np.uint64)
 
 
 def as_granted(blocks: Any) -> Rows:
@@ -177,7 +189,8 @@ class Found(Struct, frozen=True, eq=False):
         rows: the transfer's blocks, as the caller has passed them.
         numbers: for each of the rows, the number of its granted block.
         grant: the number of the grant's first block.
-        deadline: the end of the lease in ns of this host's CLOCK_MONOTONIC; 0 without a lease, or on another host.
+        deadline: an array of one number, which is the end of the lease in ns of this host's CLOCK_MONOTONIC; 0 without
+            a lease, or on another host. If the grant has a key, the array is a part of the owner's ledger.
     """
 
     owner: str
@@ -185,11 +198,11 @@ class Found(Struct, frozen=True, eq=False):
     rows: Rows
     numbers: NDArray[np.uint64]
     grant: int
-    deadline: int = 0
+    deadline: NDArray[np.uint64]
 
     @property
     def is_late(self) -> bool:
-        return bool(self.deadline) and time.monotonic_ns() >= self.deadline
+        return 0 < int(self.deadline[0]) <= time.monotonic_ns()
 
     def raise_stale(self, stale: NDArray[np.bool_], text: str, *, copied: bool = True) -> NoReturn:
         """Raises StaleReadError or StaleWriteError. `copied` says whether the other blocks' data arrived whole."""
@@ -228,7 +241,7 @@ def find_blocks(message: GrantMessage, rows: Rows, *, writes: bool) -> Found:
         )
     of_rows: NDArray[np.uint64] = numbers[np.searchsorted(starts, rows[:, 1], "right") - 1]
     deadline = message.deadline if message.host == boot_id() else 0
-    return Found(message.agent, writes, rows, of_rows, int(numbers[0]), deadline)
+    return Found(message.agent, writes, rows, of_rows, int(numbers[0]), np.array([deadline], np.uint64))
 
 
 class BlocksOfHost(Granted):
@@ -243,7 +256,8 @@ class BlocksOfHost(Granted):
         """Makes a transfer that was not started check the grant."""
         found = self._found
         words = self._ledger.pointer, ffi.cast("uint64_t *", found.numbers.ctypes.data), len(found.numbers)
-        in_engine = ffi.new("ProxycclGranted *", [*words, found.grant, found.deadline, self._place.number])
+        deadline = ffi.cast("uint64_t *", found.deadline.ctypes.data)
+        in_engine = ffi.new("ProxycclGranted *", [*words, found.grant, deadline, self._place.number])
         set_grant(transfer, self, in_engine)
 
     def raise_stale(self, *, started: bool = True) -> None:

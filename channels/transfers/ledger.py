@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 _WORDS: int = lib.PROXYCCL_LEDGER_WORDS
 LEDGER_BYTES = ffi.sizeof("ProxycclLedger")  # unused pages take no memory
 MOST_KEYS = 1 << 40
-_KEY_SLOTS = 1 << 16
-"""The number of slots for grants with keys, which are the last of a ledger."""
-
+_KEY_SLOTS: int = lib.PROXYCCL_LEDGER_KEYS
 _SLOTS = _WORDS - _KEY_SLOTS
 
 _KEY_BIRTHS = 1 << 42
@@ -96,6 +94,8 @@ class Ledger:
         self._mapped = memory.addresses()
         self.pointer: ProxycclLedgerPointer = ffi.cast("ProxycclLedger *", memory.ptr)
         self.words: Rows = np.ctypeslib.as_array((ctypes.c_uint64 * _WORDS).from_address(memory.ptr))
+        deadlines = memory.ptr + ffi.offsetof("ProxycclLedger", "deadlines")
+        self._deadlines: Rows = np.ctypeslib.as_array((ctypes.c_uint64 * _KEY_SLOTS).from_address(deadlines))
         self._next = 1  # the first slot that was never used
         self._lock = threading.Lock()
         self._unused: list[int] = []
@@ -147,7 +147,7 @@ class Ledger:
 
     def end(self, numbers: Sequence[int]) -> None:
         """Ends registrations."""
-        for number in self._watched.keys() & numbers:
+        for number in self._watched.keys() & numbers if self._watched else ():
             self._watched.pop(number).detach()
         lib.proxyccl_ledger_end(self.pointer, numbers, len(numbers), False)
         with self._lock:
@@ -171,9 +171,9 @@ class Ledger:
             self.words[slots], self._granted[slots] = numbers, True
         return numbers
 
-    def grant_by_key(self, key: int, *, writes: bool) -> int:
-        """Returns the number of the grant with a key. Raises ResourceError like `grant`, or if the key's word is in
-        use.
+    def grant_by_key(self, key: int, *, writes: bool, deadline: int) -> int:
+        """Returns the number of the grant with a key, whose lease ends at `deadline` in ns of CLOCK_MONOTONIC (0: no
+        lease). Raises ResourceError like `grant`, or if the key's word is in use.
         """
         self.place()
         number = number_of(key, writes=writes)
@@ -184,8 +184,15 @@ class Ledger:
                     f"key {key} can't be used while the grant with key {key} or another one that differs by a multiple "
                     f"of {_KEY_SLOTS} is not revoked"
                 )
-            self.words[slot], self._granted[slot] = number, True
+            self.deadline(number)[0] = deadline
+            lib.proxyccl_ledger_begin(self.pointer, [number], 1)  # releases the deadline to readers of the word
+            self._granted[slot] = True
         return number
+
+    def deadline(self, number: int) -> NDArray[np.uint64]:
+        """Returns a view of the word that contains the deadline of a grant with a key."""
+        slot = number % _WORDS - _SLOTS
+        return self._deadlines[slot : slot + 1]
 
     def revoke(self, numbers: NDArray[np.uint64], *, ends: bool = True) -> None:
         """Revokes granted blocks: no transfer of these blocks starts afterwards. If `ends` is True, active transfers of

@@ -55,15 +55,13 @@ class Peer:
         overlap the added regions, because the peer may have freed their memory.
         """
         regions, columns = message.regions(), message.columns
-        known = self.regions.number
-        fresh = {  # without those of which the known metadata are newer
-            region: index
-            for index, (region, number) in enumerate(zip(regions, columns[3].tolist(), strict=True))
-            if number >= known(region)
-        }
+        fresh = dict(zip(regions, range(len(regions)), strict=True))
+        for region in self.regions.among(fresh):
+            if columns[3, fresh[region]] < self.regions.number(region):  # the known metadata are newer
+                del fresh[region]
         columns = columns[:, list(fresh.values())]
         replaced = self.regions.overlapping(columns)
-        self.regions.know(list(fresh), columns)
+        self.regions.know(fresh, columns)
         self.reached.add((share for share in message.shares if share.region in fresh), replaced)
         self.keys.add((key for key in message.keys if key.region in fresh), replaced)
         self._ended = -1
@@ -86,11 +84,12 @@ class Peer:
         return ended
 
     def unmap_lost(self) -> None:
-        """Unmaps the peer's memory if its link is lost, because otherwise the memory of a killed process would not be
-        freed. If a transfer of the peer is still active after 30 s, the memory stays mapped until `leave`.
+        """Unmaps the peer's memory and its ledger if its link is lost, because otherwise the memory of a killed process
+        would not be freed. If a transfer of the peer is still active after 30 s, the memory stays mapped until `leave`.
         """
         if self.link is None or not self.link.lost:
             return
+        self.ledger = None  # the link stays lost, so only prepared transfers still check the ledger
         deadline = time.monotonic() + _LONGEST_SECONDS
         if all(has_ended(transfer, max(0.0, deadline - time.monotonic())) for transfer in self._kept()):
             self.reached.close()
@@ -110,7 +109,8 @@ class Peer:
             except ActiveError as error:
                 active = error
         self.reached.close()
-        if self.ledger is not None:
-            self.ledger.close()
+        ledger = self.ledger  # `unmap_lost` may set it to None at any moment
+        if ledger is not None:
+            ledger.close()
         if active is not None:
             raise active

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -75,7 +75,7 @@ class Published:
         self.log = SharedMemory.allocate(ffi.sizeof("ProxycclTransferLog"))
         self._links: list[LinkSeen] = []
         self._labels: dict[tuple[str, str], int] = {}
-        self._former: dict[tuple[str, str], None] = {}  # labels of removed peers, in the order of removal
+        self._former: dict[tuple[str, str], None] = {}  # labels of removed or lost peers, in this order
         self._file = new_name(_SUFFIX)
         self._lock = threading.Lock()
         self._path: Path | None = None
@@ -103,12 +103,12 @@ class Published:
         self._write()
         return number
 
-    def forget(self, peer: str) -> None:
-        """Lets later labels replace those of a removed peer, once _KEPT_LABELS labels of removed peers are kept for the
-        records of their transfers.
+    def forget(self, peers: Collection[str]) -> None:
+        """Lets later labels replace those of removed or lost peers, once _KEPT_LABELS labels of such peers are kept for
+        the records of their transfers.
         """
         with self._lock:
-            self._former.update((label, None) for label in self._labels if label[0] == peer)
+            self._former.update((label, None) for label in self._labels if label[0] in peers)
 
     def _write(self) -> None:
         if self._failed:

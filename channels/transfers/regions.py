@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -50,31 +51,34 @@ def require_valid(region: Region) -> None:
             raise ArgumentError(name, f"must be an integer from 0 to 2^64 - 1, not {value!r}")
     if region.kind not in (DRAM, VRAM):
         raise ArgumentError("kind", f'must be "dram" or "vram", not {region.kind!r}')
-    if not isinstance(region.label, str) or len(region.label) > LONGEST_LABEL or not is_unicode(region.label):
+    label = region.label
+    if label != "" and not (isinstance(label, str) and len(label) <= LONGEST_LABEL and is_unicode(label)):
         raise ArgumentError(
-            "label", f"must be a text of at most {LONGEST_LABEL} characters that UTF-8 has, not {region.label!r:.100}"
+            "label", f"must be a text of at most {LONGEST_LABEL} characters that UTF-8 has, not {label!r:.100}"
         )
     if region.address + region.nbytes >= END:
         raise ArgumentError("regions", f"{region} is not a range of memory")
 
 
-def columns_of(regions: Iterable[Region], numbers: Iterable[int]) -> Rows:
+def columns_of(regions: Collection[Region], numbers: Iterable[int]) -> Rows:
     """Returns the columns that describe regions, uint64 of shape (5, N): their starts, ends, devices, the numbers of
     their registrations, and whether they are device memory.
     """
-    rows = (
-        (each.address, each.address + each.nbytes, each.device, number, each.kind == VRAM)
-        for each, number in zip(regions, numbers, strict=True)
-    )
-    return np.fromiter(itertools.chain.from_iterable(rows), np.uint64).reshape(-1, 5).T
+    values = [each.address for each in regions]
+    values += [each.nbytes for each in regions]
+    values += [each.device for each in regions]
+    values += numbers
+    values += [each.kind == VRAM for each in regions]
+    columns = np.frombuffer(array("Q", values), np.uint64).reshape(5, -1)  # `np.array` would take three times as long
+    columns[1] += columns[0]
+    return columns
 
 
 def regions_of(columns: Rows, labels: Sequence[str]) -> list[Region]:
     """Returns the regions that columns and labels describe."""
-    return [
-        Region(start, end - start, device, VRAM if is_vram else DRAM, label)
-        for start, end, device, _, is_vram, label in zip(*columns.tolist(), labels, strict=True)
-    ]
+    starts, ends, devices, _, are_vram = columns
+    kinds = map((DRAM, VRAM).__getitem__, are_vram.tolist())
+    return list(map(Region, starts.tolist(), (ends - starts).tolist(), devices.tolist(), kinds, labels))
 
 
 def is_unicode(text: str) -> bool:
@@ -121,10 +125,11 @@ class Regions:
         return self._columns[:, chosen], self._sorted[chosen].tolist()
 
     def add(self, regions: Sequence[Region], numbers: Mapping[Region, int]) -> None:
-        """Adds regions, with the numbers of their registrations. A region that was added *n* times must be removed *n*
-        times."""
+        """Adds regions. `numbers` has those of the regions whose registrations are new, and the registrations' numbers.
+        A region that was added *n* times must be removed *n* times."""
         for region in regions:
-            before, number = self._numbers.get(region, 0), numbers[region]
+            before = self._numbers.get(region, 0)
+            number = numbers.get(region, before)
             if before:
                 self._again[region] = self._again.get(region, 0) + 1
             if number != before:
@@ -133,38 +138,45 @@ class Regions:
                 if before:
                     self._dropped.append(before)
 
-    def know(self, regions: Sequence[Region], columns: Rows) -> None:
-        """Adds regions of another agent, which must be different, with their columns. A known region's later
-        registration replaces the known one.
+    def among(self, regions: Mapping[Region, object]) -> set[Region]:
+        """Returns those of the given regions that are registered."""
+        return self._numbers.keys() & regions.keys()
+
+    def know(self, regions: Mapping[Region, object], columns: Rows) -> None:
+        """Adds regions of another agent, with their columns. A known region's later registration replaces the known
+        one.
         """
         self._sort()
-        self._dropped += filter(None, map(self.number, regions))
+        self._dropped += map(self.number, self.among(regions))
         self._numbers.update(zip(regions, columns[3].tolist(), strict=True))
-        self._merge(regions, columns)
+        self._merge(list(regions), columns)
 
-    def remove(self, regions: Iterable[Region]) -> dict[Region, int] | None:
+    def remove(self, regions: Sequence[Region]) -> dict[Region, int] | None:
         """Removes one registration of each region, and returns the regions that have none left, with their numbers. If
         a region is absent, removes nothing and returns None.
         """
-        again: dict[Region, int] = {}
-        for region in regions:
-            again[region] = left = again.get(region, self._again.get(region, 0)) - 1
-            if left < -1 or region not in self._numbers:
+        again, last = self._again, dict.fromkeys(regions)  # `last`: the regions that have no registration left
+        if not last.keys() <= self._numbers.keys():
+            return None
+        if again or len(last) < len(regions):
+            left = {region: again.get(region, 0) + 1 - count for region, count in Counter(regions).items()}
+            if min(left.values(), default=0) < 0:
                 return None
-        gone = {region: self._numbers[region] for region, left in again.items() if left < 0}
-        for region, left in again.items() if self._again else ():
-            if left > 0:
-                self._again[region] = left
-            else:
-                self._again.pop(region, None)
-        self.forget(gone)
-        return gone
+            for region, number in left.items():
+                again.pop(region, None)
+                if number > 1:
+                    again[region] = number - 1
+                if number > 0:
+                    del last[region]
+        return self.forget(last)
 
-    def forget(self, regions: Iterable[Region]) -> None:
-        """Removes the given regions, which must be present and registered once."""
-        for region in regions:
-            self._dropped.append(self._numbers.pop(region))
+    def forget(self, regions: Iterable[Region]) -> dict[Region, int]:
+        """Removes the given regions, which must be present and registered once, and returns them with their numbers."""
+        gone = {region: self._numbers.pop(region) for region in regions}
+        self._dropped += gone.values()
+        for region in gone if self._new else ():
             self._new.pop(region, None)
+        return gone
 
     def _sort(self) -> None:
         """Applies the changes to the sorted regions."""

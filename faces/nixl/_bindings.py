@@ -441,10 +441,8 @@ def _required(descs: Any, kind: type[Any]) -> Any:
 
 
 def _regions_of(descs: nixlRegDList) -> list[Region]:
-    kind = _KINDS[descs.getType()]
-    return [
-        Region(address, nbytes, device, kind) for address, nbytes, device in zip(*descs.rows.T.tolist(), strict=True)
-    ]
+    kind, numbers = _KINDS[descs.getType()], iter(descs.numbers())
+    return [Region(*row, kind) for row in zip(numbers, numbers, numbers, strict=True)]
 
 
 def _picked(prepared: _Prepared, indices: Any) -> NDArray[np.uint64]:

@@ -7,6 +7,8 @@ Blocks at a constant stride may be given as one row, (address, bytes, device, st
 from __future__ import annotations
 
 import struct
+from array import array
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -43,23 +45,38 @@ class _DescList:
 
     def __init__(self, type: nixl_mem_t, descs: Any = None, init_size: int = 0) -> None:
         self._type = type if isinstance(type, nixl_mem_t) else nixl_mem_t(type)
-        self._notes = []
+        self._notes: list[bytes] = []
         if isinstance(descs, np.ndarray):
-            self.rows = _checked_array(descs, 3).astype(np.uint64)
+            self._rows: NDArray[np.uint64] | None = _checked_array(descs, 3).astype(np.uint64)
         elif isinstance(descs, list):
+            numbers: list[int] = []
             for desc in descs:
                 if not isinstance(desc, tuple):
                     raise TypeError("Each descriptor must be a tuple when provided as a list")
                 if len(desc) != self._fields:
                     raise ValueError(f"Each descriptor tuple must have exactly {self._fields} elements")
-            numbers = [number for desc in descs for number in desc[:3]]
-            self.rows = np.array(numbers, np.uint64).reshape(-1, 3)
-            if self._fields == 4:
-                self._notes = [bytes_of(desc[3]) for desc in descs]
+                numbers += desc[:3]
+                self._notes += map(bytes_of, desc[3:])
+            self._rows, self._numbers = None, array("Q", numbers)
+            return
         else:
-            self.rows = np.zeros((int(descs or init_size), 3), np.uint64)
-        if len(self._notes) < len(self.rows) and self._fields == 4:
-            self._notes = [b""] * len(self.rows)
+            self._rows = np.zeros((int(descs or init_size), 3), np.uint64)
+        if self._fields == 4:
+            self._notes = [b""] * len(self._rows)
+
+    @property
+    def rows(self) -> NDArray[np.uint64]:
+        if self._rows is None:  # made when it is needed, because making an array takes longer than all else here
+            self._rows = np.frombuffer(self._numbers, np.uint64).reshape(-1, 3)
+        return self._rows
+
+    @rows.setter
+    def rows(self, rows: NDArray[np.uint64]) -> None:
+        self._rows = rows
+
+    def numbers(self) -> Iterable[int]:
+        """Returns the numbers of `rows`, row by row."""
+        return self._numbers if self._rows is None else self._rows.ravel().tolist()
 
     def getType(self) -> nixl_mem_t:
         return self._type

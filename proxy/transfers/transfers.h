@@ -165,10 +165,16 @@ int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms);
  * has a number n, which is never used again, and uses the word n % PROXYCCL_LEDGER_WORDS. The word is n while the
  * memory is registered, and ~n if the memory was freed before it was deregistered. Word 0 counts the registrations that
  * have ended. Unused pages of a ledger take no memory. */
-enum { PROXYCCL_LEDGER_WORDS = 1 << 20, PROXYCCL_LEDGER_PLACES = 1 << 10, PROXYCCL_LEDGER_COUNTS = 1 << 12 };
+enum {
+  PROXYCCL_LEDGER_WORDS = 1 << 20,
+  PROXYCCL_LEDGER_KEYS = 1 << 16, /* the number of words for grants with keys, which are the last words */
+  PROXYCCL_LEDGER_PLACES = 1 << 10,
+  PROXYCCL_LEDGER_COUNTS = 1 << 12
+};
 typedef struct ProxycclLedger {
   uint64_t words[PROXYCCL_LEDGER_WORDS];
-  uint32_t places; /* the number of places that were used so far */
+  uint64_t deadlines[PROXYCCL_LEDGER_KEYS]; /* for each grant with a key, the deadline (see ProxycclGranted) */
+  uint32_t places;                          /* the number of places that were used so far */
   /* For each place, the numbers of active transfers of granted blocks, by a hash of the grant. */
   uint32_t active[PROXYCCL_LEDGER_PLACES][PROXYCCL_LEDGER_COUNTS];
 } ProxycclLedger;
@@ -264,14 +270,15 @@ ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, Proxy
  * piece. */
 void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const ProxycclLedger *ledger, const uint64_t *rows,
                              uint64_t count);
-/* The grant of a transfer's remote blocks. The ledger, the numbers and the place must outlive the transfer. */
+/* The grant of a transfer's remote blocks. The ledger, the numbers, the deadline and the place must outlive the
+ * transfer. */
 typedef struct ProxycclGranted {
   ProxycclLedger *ledger;  /* the owner's ledger */
   const uint64_t *numbers; /* the numbers of the blocks, in any order */
   uint64_t count;
-  uint64_t grant;    /* the number of the grant's first block */
-  uint64_t deadline; /* when the lease ends, in ns of CLOCK_MONOTONIC; 0 without a lease */
-  uint32_t place;    /* this process's place in the ledger */
+  uint64_t grant;           /* the number of the grant's first block */
+  const uint64_t *deadline; /* when the lease ends, in ns of CLOCK_MONOTONIC; 0 without a lease */
+  uint32_t place;           /* this process's place in the ledger */
 } ProxycclGranted;
 /* Sets the grant of a transfer. A start then returns ESTALE if a block is revoked, and a transfer whose blocks are
  * revoked before its copies are complete ends as PROXYCCL_TRANSFER_STALE. A write must be a transfer of

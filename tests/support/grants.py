@@ -41,8 +41,8 @@ class Sides:
     def address(self, block: int) -> int:
         return self.there.address + block * self.nbytes
 
-    def grant(self, **options: Any) -> Grant:
-        return self.owner.grant([(self.address(block), self.nbytes) for block in range(BLOCKS)], **options)
+    def grant(self, blocks: int = BLOCKS, **options: Any) -> Grant:
+        return self.owner.grant([(self.address(block), self.nbytes) for block in range(blocks)], **options)
 
     def rows(self, *blocks: int) -> list[tuple[int, int, int]]:
         return [(self.here.address + block * self.nbytes, self.address(block), self.nbytes) for block in blocks]

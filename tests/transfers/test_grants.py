@@ -26,7 +26,7 @@ from proxyccl.transfer import (
     Transfer,
 )
 from support.agents import child
-from support.grants import BLOCKS, NBYTES, Held, Sides, messages_of
+from support.grants import BLOCKS, NBYTES, Held, Sides, messages_of, one_runtime
 
 pytestmark = [
     pytest.mark.host_only("agents move the host's memory, whatever the runtime"),
@@ -247,13 +247,24 @@ def test_a_lease_ends(sides: Sides) -> None:
         sides.reader.read("owner", sides.rows(0), grant=grant.encoded).wait()
 
 
-def test_readers_on_the_host_notice_the_end_of_a_lease_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = Sides("process_vm", monkeypatch=monkeypatch)
-    grant = sides.grant(lease=0.02)
-    time.sleep(0.03)
-    with pytest.raises(StaleReadError):
-        sides.reader.read("owner", sides.rows(0), grant=grant.encoded).wait()
-    sides.close()
+@pytest.mark.parametrize("sides", NEAR, indirect=True)
+@pytest.mark.parametrize("key", [None, 3])
+def test_readers_on_the_host_notice_the_end_of_a_lease_by_themselves(sides: Sides, key: int | None) -> None:
+    one_runtime()  # making it may take longer than the lease
+    early = None if key is None else sides.reader.prepare("read", "owner", sides.rows(0), grant=key)
+    grant = sides.grant(lease=0.2, key=key)
+    read = early or sides.reader.prepare("read", "owner", sides.rows(0), grant=grant.encoded)
+    held = Held(sides.reader, read)
+    time.sleep(0.25)
+    held.release()
+    with pytest.raises(StaleReadError, match="during the read"):
+        read.wait()
+    with pytest.raises(StaleReadError, match="before the read began"):
+        read.start()
+    if key is not None:
+        grant.revoke()
+        with sides.grant(key=key + 65536):  # a grant in the same place of the ledger, without a lease
+            sides.reader.read("owner", sides.rows(0), grant=key + 65536).wait()
 
 
 def test_a_later_agent_of_the_name_has_not_granted_what_the_former_one_has(sides: Sides) -> None:
@@ -296,8 +307,17 @@ def test_wrong_arguments(sides: Sides) -> None:
         for wait in (-1.0, "1", True):
             with pytest.raises(ArgumentError, match="wait"):
                 grant.revoke(wait=wait)  # type: ignore[arg-type]
-        with pytest.raises(ArgumentError, match="granted block"):
-            grant.revoke([sides.address(0) + 1])
+        for addresses in ([sides.address(0) + 1], [-1], [1.5], ["x"], [None], "x", [[1], [2, 3]], [True], [1 << 64]):
+            with pytest.raises(ArgumentError, match="granted block"):
+                grant.revoke(addresses)
+        for other in (grant, "x", [grant.encoded]):
+            with pytest.raises(ArgumentError, match="bytes of a grant, or a key"):
+                sides.reader.read("owner", sides.rows(0), grant=other)  # type: ignore[arg-type]
+        for kind in (bytearray, memoryview):
+            sides.reader.read("owner", sides.rows(0), grant=kind(grant.encoded)).wait()
+    for writes in ("yes", [], None, 1):
+        with pytest.raises(ArgumentError, match="writes"):
+            sides.grant(writes=writes)
     for garbage in (b"", b"{}", grant.encoded[:-9]):
         with pytest.raises(MetadataError):
             sides.reader.read("owner", sides.rows(0), grant=garbage)
@@ -401,7 +421,8 @@ def one_read(sides: Sides, case: str, threads: ThreadPoolExecutor) -> bool:
     """
     value = random.randrange(1, 250)
     sides.memory[:] = value
-    grant = sides.grant(lease=random.uniform(1e-5, 1e-3) if case == "lease" else None)
+    lease = random.uniform(1e-5, 1e-3) if case == "lease" else None
+    grant = sides.grant(BLOCKS - 1 if case == "out of range" else BLOCKS, lease=lease)
     begun = threading.Event()
 
     def reuse() -> None:
@@ -420,12 +441,15 @@ def one_read(sides: Sides, case: str, threads: ThreadPoolExecutor) -> bool:
         reusing.result(10)
     if case == "out of range":
         begun.set()
-        rows = [*rows, (sides.here.address, sides.address(BLOCKS), sides.nbytes)]
+        unregistered = [*rows, (sides.here.address, sides.address(BLOCKS), sides.nbytes)]
         try:
-            with pytest.raises(NotRegisteredError):
+            with pytest.raises(NotGrantedError, match=f"block {BLOCKS - 1}: "):
                 sides.reader.read("owner", rows, grant=encoded)
+            with pytest.raises(NotRegisteredError):
+                sides.reader.read("owner", unregistered, grant=encoded)
         finally:
             reusing.result(10)
+        assert not sides.target.any()
         return True
     sides.target[:] = 0
     begun.set()

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -129,16 +130,26 @@ def test_an_agent_works_where_its_process_cannot_be_looked_at(
     assert "cannot see agent unseen" in caplog.text
 
 
-def test_the_file_of_an_agent_does_not_grow_with_former_peers() -> None:
+@pytest.mark.parametrize("removes", [True, False])
+def test_former_peers_leave_neither_descriptors_nor_more_labels(removes: bool) -> None:
     with Agent("meets many") as agent:
         memory = np.zeros(8, np.uint8)
         region = agent.register(memory)
+        before = len(os.listdir("/proc/self/fd"))
         for number in range(200):
             with Agent(f"peer {number}") as peer:
                 there = peer.register(memory)
                 agent.add(peer.metadata())
                 agent.read(peer.name, [(region.address, there.address, 0)]).wait()
-                agent.remove(peer.name)
+                if removes:
+                    agent.remove(peer.name)
+        deadline = time.monotonic() + 20.0
+        while (seen("meets many") != ["no peer so far"] or len(os.listdir("/proc/self/fd")) > before + 20) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(0.01)
+        assert seen("meets many") == ["no peer so far"]
+        assert len(os.listdir("/proc/self/fd")) <= before + 20
         (found,) = [each for each in find_agents() if each.name == "meets many" and each.pid == os.getpid()]
         assert len(found.labels) < 100
         assert any(label.peer == "peer 199" for label in found.labels)

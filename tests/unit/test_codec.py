@@ -163,6 +163,11 @@ OFFER = b'{"rank":1,"address":8,"name":"a"%s}'
         (OFFER % b',"ends":{"a":{"rkey":2,"handle":"@"}}', "ends[...].handle: Invalid base64 encoded string"),
         (b'{"rank":1,"name":"a","address":18446744073709551616}', "address: expected an integer of at most 64 bits"),
         (OFFER % b',"pairs":[[-9223372036854775809,1]]', "pairs[0][0]: expected an integer of at most 64 bits"),
+        (
+            OFFER % b',"pairs":[[1,2],[\n -9223372036854775809,1]]',
+            "pairs[1][0]: expected an integer of at most 64 bits",
+        ),
+        (OFFER % b',"peer" : \r18446744073709551616', "peer: expected an integer of at most 64 bits"),
     ],
 )
 def test_an_error_names_field_value_and_expectation(data: bytes, message: str) -> None:
@@ -182,6 +187,19 @@ def test_an_error_names_field_value_and_expectation(data: bytes, message: str) -
 )
 def test_an_error_about_one_of_a_union_names_its_tag_or_field(data: bytes, message: str) -> None:
     assert failure(data, REQUESTS).startswith("invalid request from rank 3: " + message)
+
+
+def test_a_long_number_within_a_text_is_text() -> None:
+    digits = "9" * 30
+    offer = Offer(1, 8, f"[{digits}, -{digits}", ends={digits: Inner(2), f":{digits}": Inner(4)})
+    for kind in (bytes, bytearray, memoryview):
+        assert OFFERS.decode(kind(OFFERS.encode(offer)), "rank 3") == offer
+
+
+@pytest.mark.parametrize("data", [b"18446744073709551616", b" -9223372036854775809", b" [18446744073709551616]"])
+def test_a_number_that_is_not_in_an_object_has_64_bits(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="expected an integer of at most 64 bits"):
+        Codec[int | list[int]](int | list[int], LIMIT).decode(data, "rank 3")
 
 
 def test_both_directions_are_bounded() -> None:
