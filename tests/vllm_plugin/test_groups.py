@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from vllm.config import ModelConfig, get_current_vllm_config
 from vllm.distributed import (
     broadcast_tensor_dict,
     get_tp_group,
@@ -152,14 +154,32 @@ def layers() -> None:
     torch.testing.assert_close(got, torch.relu(table[tokens] @ up.t()) @ down.t(), rtol=1e-3, atol=1e-3)
 
 
-def test_suspend_and_resume_do_vllms_default(ranks: Any) -> None:
-    ranks.run(suspend)
+def test_vllms_sleep_gives_the_groups_memory_back(make_ranks: Any) -> None:
+    make_ranks(2).run(sleep)
 
 
-def suspend() -> None:
-    parallel_state.suspend_device_comms()
-    parallel_state.resume_device_comms()
-    assert tensor_model_parallel_all_reduce(torch.ones(3)).tolist() == [get_tp_group().world_size] * 3
+def sleep() -> None:
+    """Makes a second group with vLLM's option for sleep, which the first group lacks."""
+    awake, config = get_tp_group(), get_current_vllm_config()
+    sleeps = mock.Mock(spec=ModelConfig, enable_nccl_comm_suspend=True, sleep_mode_offload_cudagraph=False)
+    with mock.patch.object(config, "model_config", sleeps):
+        group = parallel_state.init_model_parallel_group(
+            [awake.ranks], awake.local_rank, current_platform.dist_backend, group_name="sleeps"
+        )
+    backend = group.device_group._get_backend(torch.device("cpu"))
+    x = torch.full((1 << 20,), group.rank_in_group + 1.0)
+    total = group.all_reduce(x)
+    assert backend.memory_stats()["suspend"] > 0
+    for _ in range(2):
+        parallel_state.suspend_device_comms()
+        assert backend.memory_stats()["suspended"] == 1
+        with pytest.raises(RuntimeError, match="suspended"):
+            group.all_reduce(x)
+        assert torch.equal(awake.all_reduce(x), total)
+        for _ in range(2):  # vLLM wakes up once for weights and once for the KV cache
+            parallel_state.resume_device_comms()
+            assert torch.equal(group.all_reduce(x), total)
+    group.destroy()
 
 
 def test_bad_input_is_refused_before_anything_moves(ranks: Any) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.device_communicators import pynccl
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 from vllm.logger import init_logger
 
+from proxyccl import RuntimeUnavailableError
 from proxyccl.torch import communicator_of
 
 logger = init_logger("vllm.proxyccl")  # vLLM shows the messages of its own loggers alone
@@ -51,6 +54,9 @@ class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
         with mock.patch.object(pynccl, "PyNcclCommunicator", return_value=None):
             super().__init__(cpu_group, device, device_group, unique_name if of_experts else "", **options)
         self.unique_name = unique_name
+        config = get_current_vllm_config_or_none()
+        if config is not None and getattr(config.model_config, "enable_nccl_comm_suspend", False):  # vLLM 0.26 lacks it
+            os.environ.setdefault("PROXYCCL_SUSPENDABLE", "1")
         self._communicator = communicator_of(device_group, self.device)
         self.group_name = f"proxyccl {unique_name}"
         torch._C._distributed_c10d._register_process_group(self.group_name, device_group)
@@ -59,6 +65,19 @@ class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
     def destroy(self) -> None:
         torch._C._distributed_c10d._unregister_process_group(self.group_name)
         super().destroy()
+
+    def suspend(self) -> None:
+        """Gives the group's device memory back until `resume`. All ranks call this together. If the group can't be
+        suspended, as a group of several hosts, logs a warning and keeps the memory.
+        """
+        try:
+            self.device_group._get_backend(self.device).suspend()
+        except RuntimeUnavailableError as error:
+            logger.warning("The group '%s' keeps its memory: %s", self.unique_name, error)
+
+    def resume(self) -> None:
+        """Allocates the memory again, unless the group is not suspended. All ranks call this together."""
+        self.device_group._get_backend(self.device).resume()
 
     def _log_all_reduce_backend_selection(self) -> None:
         """Logs nothing, because vLLM's own reductions are not used."""
