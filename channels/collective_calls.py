@@ -89,7 +89,7 @@ class CollectiveCalls:
         stream: StreamLike = None,
     ) -> NormedRows:
         """Adds the ranks' rows and a residual, and normalizes each row by RMSNorm. All ranks call this together, with
-        the same residual and weight.
+        the same residual, weight and options; only the places of results may differ.
 
         The result `residual` is the sum of the ranks' `x`, with the same bits as from `all_reduce`, plus the argument
         `residual`, rounded to the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) *
@@ -120,8 +120,9 @@ class CollectiveCalls:
             `out`, `residual` and `scales`. `out` is None without `weight`; `scales` is None without
                 `quantize="float8"`.
 
-        Raises the errors of `all_reduce`; and ArgumentError for an array of a wrong shape or type, for arrays that
-        overlap in part, and for options that contradict each other.
+        Raises the errors of `all_reduce`, MismatchError also if ranks differ in `eps`, `weight_bias` or `quantize`, or
+        in whether they pass a residual and a weight; and ArgumentError for an array of a wrong shape or type, for
+        arrays that overlap in part, and for options that contradict each other.
         """
         return all_reduce_rms_norm(
             self._collectives,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any, NamedTuple
 
 from proxyccl.channels.arguments import input_view, new_like, overlap, require_writable
@@ -175,13 +176,14 @@ class _Preparer:
         )
         rows = self._check(named)
         source = rows.views["x"]
+        numbers = struct.pack("2f", options.eps, options.weight_bias)
         entry = CollectiveCall(
             "all_reduce_rms_norm",
             source.dtype.name,
             "sum",
             request.name,
             count=source.size,
-            shape=(rows.rows, rows.width),
+            shape=(rows.rows, rows.width, numbers, *options.inputs, "scales" in options.outputs),
         )
         views = tuple(rows.views.values())
         return collectives.prepare_form(entry, views, lambda: self._launch(rows, request, options), logged=logged)

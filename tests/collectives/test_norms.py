@@ -336,3 +336,25 @@ def test_ranks_with_different_rows_are_told() -> None:
 
     if len(world_sizes(2)):
         assert any("all_reduce_rms_norm with an array of 128 elements" in text for text in run_ranks(2, body))
+
+
+@pytest.mark.parametrize("world_size", world_sizes(2, 3))
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"eps": 2 * EPS},
+        {"weight_bias": 1},
+        {"residual": None},
+        {"weight": None},
+        {"quantize": "float8"},
+        {"quantize": ("float32", (1,))},
+    ],
+    ids=str,
+)
+def test_ranks_with_different_options_are_told(changed: dict[str, Any], world_size: int) -> None:
+    def body(comm: Communicator) -> None:
+        comm.all_reduce_rms_norm(**arguments(comm, eps=np.float32(EPS) if comm.rank else EPS))
+        comm.all_reduce_rms_norm(**arguments(comm, **(changed if comm.rank else {})))
+
+    with pytest.raises(MismatchError, match="in another shape or with other options on rank"):
+        run_ranks(world_size, body)
