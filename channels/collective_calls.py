@@ -98,12 +98,12 @@ class CollectiveCalls:
         `invariant` prevents. Within a node, the call is one launch if rows are multiples of 16 bytes.
 
         Args:
-            x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, of at most eight dimensions and
-                a width of at most 262,144; the same shape on all ranks.
+            x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, with a width of at most
+                262,144; the same shape on all ranks.
             residual: an array like `x`; None to add nothing.
             weight: an array [width] of the type of `x`; None to add without normalizing.
             eps: added to the mean of squares.
-            weight_bias: added to each weight, in float32; 1 for Gemma's norms.
+            weight_bias: added to each weight, in float32; 1 for Gemma's norms. Needs a weight unless it is 0.
             out: where `out` goes: an array like `x`, of float8_e4m3fn with `quantize`; may be `x` or `residual`; None
                 for a new array.
             residual_out: where `residual` goes: an array like `x`; may be `x` or `residual`; None for a new array.

@@ -71,8 +71,8 @@ class CollectiveCall(Struct, frozen=True):
     algorithm: str = ANY_ALGORITHM  # the registered name of the requested algorithm
     root: int = 0  # the root's rank; 0 for a collective without a root
     count: int = 0  # the number of elements that each rank contributes or receives, depending on the collective
-    # The shape of the array that each rank passes or receives, followed by the options of the collectives `WITH_OPTIONS`;
-    # compared for `SHAPED` collectives.
+    # The shape of the array that each rank passes or receives, and for collectives `WITH_OPTIONS` these options; compared
+    # for `SHAPED` collectives.
     shape: tuple[object, ...] = ()
     # The digests of the registered arrays that peers access in place; the same on all ranks.
     registered: tuple[int, ...] = ()
