@@ -14,14 +14,7 @@ from typing import Any
 from proxyccl.channels.calls._calls import Calls, Form
 from proxyccl.channels.liveness.failure import FailureState
 from proxyccl.channels.segment.call_log import CALL_DIFFERED, CALL_DIFFERS, LOG_ENTRIES, CallLog, encode_fields
-from proxyccl.channels.segment.calls import (
-    CALL_FIELDS,
-    OBJECT_FIELD,
-    SHAPED,
-    WITH_OPTIONS,
-    CollectiveCall,
-    describe_call,
-)
+from proxyccl.channels.segment.calls import CALL_FIELDS, OBJECT_FIELD, SHAPED, CollectiveCall, describe_call
 from proxyccl.channels.segment.error_record import DIFFERENT_CALL
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays.array import Array, ArrayView, current_stream
@@ -294,8 +287,7 @@ class Launches:
             if name != "shape":
                 what = f"{call} with {name} {own[name]} {here}, with {name} {there[name]} on rank {peer}"
             elif call in SHAPED:
-                other = "in another shape or with other options" if call in WITH_OPTIONS else "in another shape"
-                what = f"{call} with an array of {own['count']} elements {here}, {other} on rank {peer}"
+                what = f"{call} with an array of {own['count']} elements {here}, {SHAPED[call]} on rank {peer}"
             else:
                 what = f"{call} {here}, with other registered arrays on rank {peer}"
             return f"{this_rank} and rank {peer} call a collective with different {name}: {what}"

@@ -22,6 +22,8 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelL
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
+from proxyccl import ArgumentError
+
 NARROW = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 
 
@@ -193,11 +195,18 @@ def refusals() -> None:
     for expected, call in (
         (r"dim: is 2; expected a dimension of a tensor of shape", lambda: made.all_gather(x, 2)),
         (r"input_: its size \d is not a multiple of", lambda: made.reduce_scatter(torch.ones(world + 1, 1), 0)),
-        (r"sizes: are \[1\]; expected \d sizes whose sum is", lambda: made.reduce_scatterv(x, 0, [1])),
-        (r"all_gatherv: sizes are \[1\]; expected one for each of", lambda: made.all_gatherv(x, 0, [1])),
-        (r"output: has shape \(1,\); expected", lambda: made.reduce_scatterv_into_output(x, torch.ones(1), 0)),
+        (r"sizes: are \[1\]; expected \d sizes from 0 on whose sum is", lambda: made.reduce_scatterv(x, 0, [1])),
+        (
+            r"sizes: are \[-1, .*; expected \d sizes from 0 on",
+            lambda: made.reduce_scatterv(x, 0, [-1] + [1] * (world - 1)),
+        ),
+        (r"sizes: are \[1\]; expected \d sizes from 0 on whose item \d is", lambda: made.all_gatherv(x, 0, [1])),
+        (r"output: is \(1,\); expected", lambda: made.reduce_scatterv_into_output(x, torch.ones(1), 0)),
+        (r"dim: is 0; expected a dimension of a tensor of shape \(\)", lambda: made.all_gatherv(torch.ones(()))),
+        (r"src: is -1; expected a rank of \d", lambda: made.broadcast(x, -1)),
+        (r"src: is \d; expected a rank of \d", lambda: made.broadcast(x, world)),
     ):
-        with pytest.raises(ValueError, match=expected):
+        with pytest.raises(ArgumentError, match=expected):
             call()
     with pytest.raises(NotImplementedError, match="all_gatherv: dim is 1; expected 0"):
         made.all_gatherv(x, 1)
