@@ -47,7 +47,7 @@ def as_readable(group: Group, view: ArrayView) -> ArrayView:
     """Returns a view that C can read of the array of a view from `input_view`."""
     runtime = group.runtime
     shape = view.shape
-    if len(shape) > MOST_DIMENSIONS:  # calls depend on the first and the last dimension
+    if len(shape) > MOST_DIMENSIONS:  # joins the dimensions between the first and the last
         shape = (shape[0], math.prod(shape[1:-1]), shape[-1])
     return ArrayView(view.ptr, shape, view.dtype, (runtime.name, runtime.device), view.writable, view.owner)
 

@@ -198,7 +198,7 @@ def refusals() -> None:
         (r"sizes: are \[1\]; expected \d sizes from 0 on whose sum is", lambda: made.reduce_scatterv(x, 0, [1])),
         (
             r"sizes: are \[-1, .*; expected \d sizes from 0 on",
-            lambda: made.reduce_scatterv(x, 0, [-1] + [1] * (world - 1)),
+            lambda: made.reduce_scatterv(x, 0, [-1, 2 * world + 1] + [0] * (world - 2)),
         ),
         (r"sizes: are \[1\]; expected \d sizes from 0 on whose item \d is", lambda: made.all_gatherv(x, 0, [1])),
         (r"output: is \(1,\); expected", lambda: made.reduce_scatterv_into_output(x, torch.ones(1), 0)),
