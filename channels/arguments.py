@@ -46,8 +46,9 @@ def readable_view(group: Group, x: Any, argument: str) -> ArrayView:
 def as_readable(group: Group, view: ArrayView) -> ArrayView:
     """Returns a view that C can read of the array of a view from `input_view`."""
     runtime = group.runtime
-    has_many = len(view.shape) > MOST_DIMENSIONS
-    shape = (view.shape[0], math.prod(view.shape[1:])) if has_many else view.shape
+    shape = view.shape
+    if len(shape) > MOST_DIMENSIONS:  # joins the dimensions between the first and the last
+        shape = (shape[0], math.prod(shape[1:-1]), shape[-1])
     return ArrayView(view.ptr, shape, view.dtype, (runtime.name, runtime.device), view.writable, view.owner)
 
 

@@ -89,7 +89,7 @@ class CollectiveCalls:
         stream: StreamLike = None,
     ) -> NormedRows:
         """Adds the ranks' rows and a residual, and normalizes each row by RMSNorm. All ranks call this together, with
-        the same residual and weight.
+        the same residual, weight and options; only the places of results may differ.
 
         The result `residual` is the sum of the ranks' `x`, with the same bits as from `all_reduce`, plus the argument
         `residual`, rounded to the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) *
@@ -98,12 +98,12 @@ class CollectiveCalls:
         `invariant` prevents. Within a node, the call is one launch if rows are multiples of 16 bytes.
 
         Args:
-            x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, of at most eight dimensions and
-                a width of at most 262,144; the same shape on all ranks.
+            x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, with a width of at most
+                262,144; the same shape on all ranks.
             residual: an array like `x`; None to add nothing.
             weight: an array [width] of the type of `x`; None to add without normalizing.
             eps: added to the mean of squares.
-            weight_bias: added to each weight, in float32; 1 for Gemma's norms.
+            weight_bias: added to each weight, in float32; 1 for Gemma's norms. Needs a weight unless it is 0.
             out: where `out` goes: an array like `x`, of float8_e4m3fn with `quantize`; may be `x` or `residual`; None
                 for a new array.
             residual_out: where `residual` goes: an array like `x`; may be `x` or `residual`; None for a new array.
@@ -120,8 +120,9 @@ class CollectiveCalls:
             `out`, `residual` and `scales`. `out` is None without `weight`; `scales` is None without
                 `quantize="float8"`.
 
-        Raises the errors of `all_reduce`; and ArgumentError for an array of a wrong shape or type, for arrays that
-        overlap in part, and for options that contradict each other.
+        Raises the errors of `all_reduce`, MismatchError also if ranks differ in `eps`, `weight_bias` or `quantize`, or
+        in whether they pass a residual and a weight; and ArgumentError for an array of a wrong shape or type, for
+        arrays that overlap in part, and for options that contradict each other.
         """
         return all_reduce_rms_norm(
             self._collectives,

@@ -20,6 +20,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ PAGES = [
 ]
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^    (\S.*)$", re.MULTILINE)
+EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PROXYCCL_RUNTIME": "host", "TRITON_INTERPRET": "1"}
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -142,7 +144,7 @@ def test_a_kernel_compiles(block: Block) -> None:
 
 
 def commands() -> list[tuple[str, str]]:
-    """Returns (page, command) for every line, in a block or indented, that starts with `proxyccl` or `make`."""
+    """Returns (page, command) for every line, in a block or indented, that starts with `proxyccl`, `make` or `pip`."""
     found = []
     for page in PAGES:
         lines = [
@@ -153,7 +155,7 @@ def commands() -> list[tuple[str, str]]:
         ]
         for line in (*lines, *INDENTED.findall(page.read_text())):
             words = line.removeprefix("$ ").split("#")[0].split()
-            if words and words[0] in {"proxyccl", "make"}:
+            if words and words[0] in {"proxyccl", "make", "pip"}:
                 found.append((str(page.relative_to(ROOT)), " ".join(words)))
     return sorted(set(found))
 
@@ -163,6 +165,12 @@ def test_a_command_exists(page: str, command: str) -> None:
     program, *arguments = shlex.split(command)
     if program == "proxyccl":
         command_parser().parse_args(arguments)
+    elif program == "pip":
+        for word in arguments[1:]:
+            name, _, extras = word.rstrip("]").partition("[")
+            assert not name.startswith("proxyccl"), f"{page}: {command}: no index has the project, only a clone"
+            assert "/" not in name or (ROOT / name / "pyproject.toml").is_file(), f"{page}: {command}"
+            assert name != "." or set(filter(None, extras.split(","))) <= EXTRAS, f"{page}: {command}"
     else:
         named = [word for word in arguments if "=" not in word]
         assert set(named) <= TARGETS, f"{page}: {command}"

@@ -287,7 +287,7 @@ class Launches:
             if name != "shape":
                 what = f"{call} with {name} {own[name]} {here}, with {name} {there[name]} on rank {peer}"
             elif call in SHAPED:
-                what = f"{call} with an array of {own['count']} elements {here}, in another shape on rank {peer}"
+                what = f"{call} with an array of {own['count']} elements {here}, {SHAPED[call]} on rank {peer}"
             else:
                 what = f"{call} {here}, with other registered arrays on rank {peer}"
             return f"{this_rank} and rank {peer} call a collective with different {name}: {what}"

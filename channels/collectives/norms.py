@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any, NamedTuple
 
 from proxyccl.channels.arguments import input_view, new_like, overlap, require_writable
@@ -120,8 +121,8 @@ def all_reduce_rms_norm(
     by_row = isinstance(quantize, str)
     if by_row and quantize != "float8":
         raise ArgumentError("quantize", f"must be None, 'float8' or an array of one float32, not {quantize!r}")
-    if weight is None and (quantize is not None or out is not None):
-        raise ArgumentError("weight", "expected an array, because rows are normed for `out` and `quantize`")
+    if weight is None and (quantize is not None or out is not None or weight_bias):
+        raise ArgumentError("weight", "expected an array, because `out`, `quantize` and `weight_bias` need normed rows")
     if scales is not None and not by_row:
         raise ArgumentError("scales", "expected None without quantize='float8'")
     inputs = {"x": x, "residual": residual, "weight": weight, "quantize": None if by_row else quantize}
@@ -146,7 +147,7 @@ def all_reduce_rms_norm(
 
 def _as_float32(name: str, given: Any, least: float) -> float:
     try:
-        value = float(given)
+        value = math.nan if isinstance(given, (bool, str)) else float(given)
     except (TypeError, ValueError):
         value = math.nan
     if not least <= value <= _MOST_NUMBER:
@@ -175,13 +176,14 @@ class _Preparer:
         )
         rows = self._check(named)
         source = rows.views["x"]
+        numbers = struct.pack("2f", options.eps, options.weight_bias)
         entry = CollectiveCall(
             "all_reduce_rms_norm",
             source.dtype.name,
             "sum",
             request.name,
             count=source.size,
-            shape=(rows.rows, rows.width),
+            shape=(rows.rows, rows.width, numbers, *options.inputs, "scales" in options.outputs),
         )
         views = tuple(rows.views.values())
         return collectives.prepare_form(entry, views, lambda: self._launch(rows, request, options), logged=logged)

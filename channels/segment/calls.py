@@ -22,20 +22,12 @@ CALL_FIELDS = ("collective", "dtype", "op", "algorithm", "root", "count", "shape
 ROOT_FIELD = CALL_FIELDS.index("root")
 OBJECT_FIELD = CALL_FIELDS.index("shape")
 _NAMED = frozenset({"collective", "dtype", "op", "algorithm"})
-SHAPED = frozenset(
-    {
-        "all_gather",
-        "all_reduce_rms_norm",
-        "all_to_all",
-        "all_to_all_v",
-        "broadcast",
-        "gather",
-        "reduce_scatter",
-        "scatter",
-    }
-)
+SHAPED = dict.fromkeys(
+    ("all_gather", "all_to_all", "all_to_all_v", "broadcast", "gather", "reduce_scatter", "scatter"), "in another shape"
+) | {"all_reduce_rms_norm": "in another shape or with other options"}
 """Collectives whose arrays, or rows of all_to_all_v, have one shape on all ranks: in these, a rank gets rows that other
-ranks passed, or blocks consist of whole rows. Other collectives take an array's elements in order.
+ranks passed, or blocks consist of whole rows. Other collectives take an array's elements in order. The values are the
+words of errors for another `shape`.
 """
 ANY_ALGORITHM = "any"
 """The logged name if the caller leaves the choice of the algorithm to the library."""
@@ -69,8 +61,9 @@ class CollectiveCall(Struct, frozen=True):
     algorithm: str = ANY_ALGORITHM  # the registered name of the requested algorithm
     root: int = 0  # the root's rank; 0 for a collective without a root
     count: int = 0  # the number of elements that each rank contributes or receives, depending on the collective
-    # The shape of the array that each rank passes or receives; compared for `SHAPED` collectives.
-    shape: tuple[int, ...] = ()
+    # The shape of the array that each rank passes or receives, and options that change the result; compared for the
+    # collectives `SHAPED`.
+    shape: tuple[object, ...] = ()
     # The digests of the registered arrays that peers access in place; the same on all ranks.
     registered: tuple[int, ...] = ()
     # The number of the call's object (`Launches.number_object`); 0 for calls of the communicator. Calls of objects have
@@ -89,7 +82,7 @@ class CollectiveCall(Struct, frozen=True):
 
 
 @functools.lru_cache(maxsize=1024)
-def _arrays_digest(shape: tuple[int, ...], registered: tuple[int, ...]) -> int:
+def _arrays_digest(shape: tuple[object, ...], registered: tuple[int, ...]) -> int:
     if not shape and not registered:
         return 0
     text = f"{','.join(map(str, shape))};{','.join(map(str, registered))}"

@@ -14,8 +14,8 @@ from proxyccl.torch.process_group import NAME, ProcessGroupProxyCCL
 
 _library = torch.library.Library("proxyccl", "FRAGMENT")  # torch unregisters the operators when this object is freed
 _library.define(
-    "all_reduce_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, str group_name, *, Tensor(b!) out, "
-    "Tensor(c!)? scales=None, Tensor? scale=None, bool add=True, float weight_bias=0.0) -> ()"
+    "all_reduce_rms_norm(Tensor x, Tensor(a!) residual, Tensor? weight, float eps, str group_name, *, "
+    "Tensor(b!)? out=None, Tensor(c!)? scales=None, Tensor? scale=None, bool add=True, float weight_bias=0.0) -> ()"
 )
 
 
@@ -50,11 +50,11 @@ def _backend_of(group: Any, device: torch.device) -> ProcessGroupProxyCCL:
 def _all_reduce_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     group_name: str,
     *,
-    out: torch.Tensor,
+    out: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     add: bool = True,
@@ -66,11 +66,18 @@ def _all_reduce_rms_norm(
         x, weight, eps, weight_bias: passed to `Communicator.all_reduce_rms_norm`.
         residual: receives the sums.
         group_name: the process group's name.
-        out: receives the normalized rows, in the type of `x`, or in float8_e4m3fn if `scales` or `scale` is given.
+        out: receives the normalized rows, in the type of `x`, or in float8_e4m3fn if `scales` or `scale` is given; None
+            if and only if `weight` is None.
         scales: receives one scale for each row; None without such scales.
         scale: a tensor of one float32, by which all rows are scaled; None without such a scale.
         add: whether the values in `residual` are added to the sums before the sums are written to `residual`.
+
+    Raises the errors of `Communicator.all_reduce_rms_norm`, and ArgumentError for a tensor that requires a gradient
+    while torch records gradients.
     """
+    _refuse_gradients(x, residual, weight, scale)
+    if out is None and weight is not None:
+        raise ArgumentError("out", "expected a tensor, because the rows are normed by `weight`")
     group = torch._C._distributed_c10d._resolve_process_group(group_name)
     options = torch._C._distributed_c10d.AllreduceOptions()
     options.asyncOp = False
@@ -90,14 +97,22 @@ def _all_reduce_rms_norm(
             quantize=scale if scales is None else "float8",
         )
 
-    given = [x, weight, *([] if scale is None else [scale])]
-    made = [residual, out, *([] if scales is None else [scales])]
+    given = [each for each in (x, weight, scale) if each is not None]
+    made = [each for each in (residual, out, scales) if each is not None]
     _backend_of(group, x.device).calls.collective("all_reduce_rms_norm", made, given, options, call)
+
+
+def _refuse_gradients(*tensors: torch.Tensor | None) -> None:
+    if torch.is_grad_enabled():
+        for name, each in zip(("x", "residual", "weight", "scale"), tensors, strict=True):
+            if each is not None and each.requires_grad:
+                raise ArgumentError(name, "requires a gradient, which the operator lacks; expected torch.no_grad()")
 
 
 _library.impl("all_reduce_rms_norm", _all_reduce_rms_norm, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("proxyccl::all_reduce_rms_norm", lib=_library)
-def _fake(*_: Any, **__: Any) -> None:
+def _fake(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, *_: Any, **options: Any) -> None:
     """Returns None, because the operator only writes to its arguments."""
+    _refuse_gradients(x, residual, weight, options.get("scale"))

@@ -20,7 +20,7 @@ from support.ranks import Ranks
 from support.running import run_ranks
 
 EPS = 1e-5
-SHAPES = ((1, 64), (3, 100), (5, 7), (2, 3, 1, 520), (9, 2048))
+SHAPES = ((1, 64), (3, 100), (5, 7), (2, *[1] * 6, 3, 520), (9, 2048))
 ALGORITHMS = (None, "one_shot", "two_shot_packets", "two_shot", "proxy")
 FLOAT8 = "float8_e4m3fn"
 MAKERS = {"packets": runtime_with_blocks, "lines": runtime_with_lines} if ON_HOST else {"GPU": runtime_with_blocks}
@@ -285,7 +285,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"residual": ("bfloat16", (4, 31))}, "residual: has shape (4, 31); expected (4, 32)"),
     ({"residual": ("float16", (4, 32))}, "residual: has element type float16; expected bfloat16"),
     ({"weight": ("bfloat16", (4,))}, "weight: has shape (4,); expected (32,)"),
-    ({"weight": None, "quantize": "float8"}, "weight: expected an array, because rows are normed for"),
+    ({"weight": None, "quantize": "float8"}, "weight: expected an array, because `out`, `quantize` and `weight_bias`"),
+    ({"weight": None, "weight_bias": 1}, "weight: expected an array, because `out`, `quantize` and `weight_bias` need"),
     ({"out": ("bfloat16", (4, 32)), "quantize": "float8"}, f"out: has element type bfloat16; expected {FLOAT8}"),
     ({"out": (FLOAT8, (4, 32))}, f"out: has element type {FLOAT8}; expected bfloat16"),
     ({"scales": ("float32", (4,)), "quantize": "float8"}, "scales: has shape (4,); expected (4, 1)"),
@@ -294,6 +295,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"quantize": ("float32", (2,))}, "quantize: has 2 elements; expected one, the scale of all rows"),
     ({"algorithm": "some"}, "algorithm: unknown algorithm 'some'"),
     ({"eps": "small"}, "eps: must be a number from 0 on that a float32 can hold, not 'small'"),
+    ({"eps": True}, "eps: must be a number from 0 on that a float32 can hold, not True"),
+    ({"eps": "1e-5"}, "eps: must be a number from 0 on that a float32 can hold, not '1e-5'"),
+    ({"weight_bias": True}, "weight_bias: must be a number that a float32 can hold, not True"),
     ({"eps": -1.0}, "eps: must be a number from 0 on that a float32 can hold, not -1.0"),
     ({"eps": 1e39}, "eps: must be a number from 0 on that a float32 can hold, not 1e+39"),
     ({"x": 3}, "x: "),
@@ -336,3 +340,25 @@ def test_ranks_with_different_rows_are_told() -> None:
 
     if len(world_sizes(2)):
         assert any("all_reduce_rms_norm with an array of 128 elements" in text for text in run_ranks(2, body))
+
+
+@pytest.mark.parametrize("world_size", world_sizes(2, 3))
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"eps": 2 * EPS},
+        {"weight_bias": 1},
+        {"residual": None},
+        {"weight": None},
+        {"quantize": "float8"},
+        {"quantize": ("float32", (1,))},
+    ],
+    ids=str,
+)
+def test_ranks_with_different_options_are_told(changed: dict[str, Any], world_size: int) -> None:
+    def body(comm: Communicator) -> None:
+        comm.all_reduce_rms_norm(**arguments(comm, eps=np.float32(EPS) if comm.rank else EPS))
+        comm.all_reduce_rms_norm(**arguments(comm, **(changed if comm.rank else {})))
+
+    with pytest.raises(MismatchError, match="in another shape or with other options on rank"):
+        run_ranks(world_size, body)

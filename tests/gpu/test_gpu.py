@@ -32,6 +32,7 @@ from proxyccl import (
     ResourceError,
     Runtime,
     RuntimeUnavailableError,
+    SizeTable,
     ThreadBootstrap,
     WaitTimeoutError,
     open_runtime,
@@ -495,6 +496,55 @@ def test_a_graph_of_many_calls_is_replayed_without_waits(ranks: Ranks) -> None:
                 assert np.array_equal(x.numpy(), np.arange(1009) + turn * 100 + number + comm.world_size - 1)
 
     ranks.run(body)
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_invariant_rows_have_the_same_bits_in_every_batch_and_in_graphs(world_size: int) -> None:
+    """Batches of several sizes begin with the same rows, whose sums and norms are computed eagerly and in a graph. The
+    table names algorithms that add in different orders.
+    """
+    width, batches = 1024, (4096, 700, 64, 7, 1)
+    table = SizeTable(((1 << 14, "recursive_doubling"), (1 << 18, "two_shot_packets")), "ring")
+
+    def body(comm: Communicator) -> None:
+        comm.collectives.selector = comm.collectives.selector.with_table("all_reduce", table)
+        stream = comm.runtime.create_stream()
+        own, residuals, weights = (
+            np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+            for seed, shape in ((comm.rank, (batches[0], width)), (100, (batches[0], width)), (101, (width,)))
+        )
+        bfloat16 = as_dtype("bfloat16").numpy()
+        weight = comm.empty(width, "bfloat16").upload(weights.astype(bfloat16))
+        want: list[bytes] = []
+
+        def check(rows: int) -> None:
+            wide, total = (comm.empty((rows, width), "float32") for _ in range(2))
+            x, residual, normed, added = (comm.empty((rows, width), "bfloat16") for _ in range(4))
+            wide.upload(own[:rows])
+            x.upload(own[:rows].astype(bfloat16))
+            residual.upload(residuals[:rows].astype(bfloat16))
+
+            def issue() -> None:
+                comm.all_reduce(wide, out=total, stream=stream)
+                comm.all_reduce_rms_norm(x, residual, weight, 1e-6, out=normed, residual_out=added, stream=stream)
+
+            issue()
+            comm.synchronize(stream)
+            graph = Graph(stream, issue)
+            for launch in (lambda: None, graph.launch, graph.launch):
+                launch()
+                comm.synchronize(stream)
+                got = [each.numpy().tobytes() for each in (total, normed, added)]
+                want.extend([] if want else got)  # the first batch has all rows
+                assert got == [each[: len(part)] for each, part in zip(want, got, strict=True)], rows
+                for each in (total, normed, added):
+                    each.fill(0)
+
+        for rows in batches:
+            check(rows)
+
+    run_ranks(world_size, body, invariant=True)
 
 
 ADD_ONE = 'extern "C" __global__ void add_one(float* x) { x[threadIdx.x] += 1; }'

@@ -113,6 +113,54 @@ def test_a_residual_may_be_written_alone() -> None:
     run(body, 2)
 
 
+def added(x: Any, residual: Any, group_name: str) -> Any:
+    """Adds the ranks' rows and a residual, without a norm."""
+    torch.ops.proxyccl.all_reduce_rms_norm(x * 1, residual, None, EPS, group_name)
+    return residual * 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_without_a_weight_rows_are_added_alone(compiled: bool) -> None:
+    def body(group: Any) -> None:
+        name, residual = named(group), rows(50)
+        total, _ = expected(group.size(), residual, rows(100)[0])
+        call = torch.compile(added, backend="aot_eager", fullgraph=True) if compiled else added
+        assert torch.equal(call(rows(group.rank()), residual, name), total)
+        assert torch.equal(residual, total)
+
+    run(body, 2)
+
+
+def test_the_operator_refuses_a_weight_without_a_place_for_rows_and_the_reverse() -> None:
+    def body(group: Any) -> None:
+        name, x, weight = named(group), rows(0), rows(100)[0]
+        call = torch.ops.proxyccl.all_reduce_rms_norm
+        with pytest.raises(ArgumentError, match="out: expected a tensor, because the rows are normed by `weight`"):
+            call(x, rows(1), weight, EPS, name)
+        with pytest.raises(ArgumentError, match="weight: expected an array"):
+            call(x, rows(1), None, EPS, name, out=torch.empty_like(x))
+        with pytest.raises(ArgumentError, match="weight: expected an array"):
+            call(x, rows(1), None, EPS, name, scales=torch.empty(4, 1))
+
+    run(body, 1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("argument", [0, 2], ids=["x", "weight"])
+def test_gradients_are_refused(argument: int, compiled: bool) -> None:
+    def body(group: Any) -> None:
+        given = [rows(0), rows(1), rows(100)[0], named(group)]
+        given[argument].requires_grad_()
+        call = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
+        with torch.no_grad():
+            call(*given)
+        name = ("x", "residual", "weight")[argument]
+        with pytest.raises(RuntimeError if compiled else ArgumentError, match=f"{name}: requires a gradient"):
+            call(*given)
+
+    run(body, 1)
+
+
 def test_the_fake_operator_agrees_with_the_real_one() -> None:
     def body(group: Any) -> None:
         x, residual, weight = rows(0), rows(1), rows(2)[0]

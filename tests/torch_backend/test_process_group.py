@@ -23,7 +23,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
-from proxyccl import RuntimeUnavailableError, WaitTimeoutError  # noqa: E402
+from proxyccl import RuntimeUnavailableError, SizeTable, WaitTimeoutError  # noqa: E402
 from proxyccl.device.errors import DriverError  # noqa: E402
 from proxyccl.torch import Options, ProcessGroupProxyCCL, StoreBootstrap, flight_recorder, process_group  # noqa: E402
 from proxyccl.torch._device_calls import ADDED_BETWEEN  # noqa: E402
@@ -598,6 +598,30 @@ def test_options_make_groups_invariant_and_their_parts() -> None:
         return found
 
     assert run(body, 2) == [[False, True, True, True, True, False]] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_of_an_invariant_group_have_the_same_bits_in_every_tensor(ranks: int) -> None:
+    """Tensors of several sizes repeat the same values, at several offsets in memory. The group's table names algorithms
+    that add in different orders.
+    """
+
+    def body(group: Any) -> None:
+        whole = group.split(group.get_group_store(), list(range(ranks)), Options(invariant=True, timeout=TIMEOUT))
+        collectives = whole.endpoints.of_all(torch.device("cpu")).collectives
+        collectives.selector = collectives.selector.with_table("all_reduce", SizeTable(((1024, "one_shot"),), "ring"))
+        values = torch.randn(61, generator=torch.Generator().manual_seed(group.rank()))
+        for dtype in (torch.float32, torch.bfloat16):
+            own = values.to(dtype)
+            sums = all_reduced(whole, own.clone())
+            for repeats in (1, 3, 40, 5000):
+                for offset in (0, 1, 7):
+                    tensor = torch.cat([torch.zeros(offset, dtype=dtype), own.repeat(repeats)])[offset:]
+                    got = all_reduced(whole, tensor)
+                    assert torch.equal(got.view(torch.uint8), sums.repeat(repeats).view(torch.uint8)), (repeats, offset)
+        whole.shutdown()
+
+    run(body, ranks)
 
 
 def test_a_forks_child_is_refused_and_the_parent_goes_on() -> None:

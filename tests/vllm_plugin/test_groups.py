@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from vllm.config import ModelConfig, get_current_vllm_config
 from vllm.distributed import (
     broadcast_tensor_dict,
     get_tp_group,
@@ -19,6 +21,8 @@ from vllm.distributed import (
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
+
+from proxyccl import ArgumentError
 
 NARROW = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 
@@ -152,14 +156,32 @@ def layers() -> None:
     torch.testing.assert_close(got, torch.relu(table[tokens] @ up.t()) @ down.t(), rtol=1e-3, atol=1e-3)
 
 
-def test_suspend_and_resume_do_vllms_default(ranks: Any) -> None:
-    ranks.run(suspend)
+def test_vllms_sleep_gives_the_groups_memory_back(make_ranks: Any) -> None:
+    make_ranks(2).run(sleep)
 
 
-def suspend() -> None:
-    parallel_state.suspend_device_comms()
-    parallel_state.resume_device_comms()
-    assert tensor_model_parallel_all_reduce(torch.ones(3)).tolist() == [get_tp_group().world_size] * 3
+def sleep() -> None:
+    """Makes a second group with vLLM's option for sleep, which the first group lacks."""
+    awake, config = get_tp_group(), get_current_vllm_config()
+    sleeps = mock.Mock(spec=ModelConfig, enable_nccl_comm_suspend=True, sleep_mode_offload_cudagraph=False)
+    with mock.patch.object(config, "model_config", sleeps):
+        group = parallel_state.init_model_parallel_group(
+            [awake.ranks], awake.local_rank, current_platform.dist_backend, group_name="sleeps"
+        )
+    backend = group.device_group._get_backend(torch.device("cpu"))
+    x = torch.full((1 << 20,), group.rank_in_group + 1.0)
+    total = group.all_reduce(x)
+    assert backend.memory_stats()["suspend"] > 0
+    for _ in range(2):
+        parallel_state.suspend_device_comms()
+        assert backend.memory_stats()["suspended"] == 1
+        with pytest.raises(RuntimeError, match="suspended"):
+            group.all_reduce(x)
+        assert torch.equal(awake.all_reduce(x), total)
+        for _ in range(2):  # vLLM wakes up once for weights and once for the KV cache
+            parallel_state.resume_device_comms()
+            assert torch.equal(group.all_reduce(x), total)
+    group.destroy()
 
 
 def test_bad_input_is_refused_before_anything_moves(ranks: Any) -> None:
@@ -173,11 +195,18 @@ def refusals() -> None:
     for expected, call in (
         (r"dim: is 2; expected a dimension of a tensor of shape", lambda: made.all_gather(x, 2)),
         (r"input_: its size \d is not a multiple of", lambda: made.reduce_scatter(torch.ones(world + 1, 1), 0)),
-        (r"sizes: are \[1\]; expected \d sizes whose sum is", lambda: made.reduce_scatterv(x, 0, [1])),
-        (r"all_gatherv: sizes are \[1\]; expected one for each of", lambda: made.all_gatherv(x, 0, [1])),
-        (r"output: has shape \(1,\); expected", lambda: made.reduce_scatterv_into_output(x, torch.ones(1), 0)),
+        (r"sizes: are \[1\]; expected \d sizes from 0 on whose sum is", lambda: made.reduce_scatterv(x, 0, [1])),
+        (
+            r"sizes: are \[-1, .*; expected \d sizes from 0 on",
+            lambda: made.reduce_scatterv(x, 0, [-1, 2 * world + 1] + [0] * (world - 2)),
+        ),
+        (r"sizes: are \[1\]; expected \d sizes from 0 on whose item \d is", lambda: made.all_gatherv(x, 0, [1])),
+        (r"output: is \(1,\); expected", lambda: made.reduce_scatterv_into_output(x, torch.ones(1), 0)),
+        (r"dim: is 0; expected a dimension of a tensor of shape \(\)", lambda: made.all_gatherv(torch.ones(()))),
+        (r"src: is -1; expected a rank of \d", lambda: made.broadcast(x, -1)),
+        (r"src: is \d; expected a rank of \d", lambda: made.broadcast(x, world)),
     ):
-        with pytest.raises(ValueError, match=expected):
+        with pytest.raises(ArgumentError, match=expected):
             call()
     with pytest.raises(NotImplementedError, match="all_gatherv: dim is 1; expected 0"):
         made.all_gatherv(x, 1)

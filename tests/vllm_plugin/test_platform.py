@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import proxyccl_vllm
 import pytest
 import torch
 from proxyccl_vllm.communicator import ProxyCCLCommunicator
+from proxyccl_vllm.platform import ProxyCCLPlatform
 from vllm import platforms
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 
 
@@ -52,6 +54,24 @@ def test_groups_and_memory_of_nccl_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("VLLM_USE_NCCL_SYMM_MEM", "1")
     with pytest.raises(ValueError, match="VLLM_USE_NCCL_SYMM_MEM: expected 0"):
         current_platform.check_and_update_config(config)
+
+
+def test_rebalancing_of_experts_by_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = VllmConfig()
+    monkeypatch.setattr(config.parallel_config.eplb_config, "communicator", "pynccl")
+    current_platform.check_and_update_config(config)
+    monkeypatch.setattr(config.parallel_config, "enable_eplb", True)
+    with pytest.raises(ValueError, match=r"eplb_config\.communicator: is 'pynccl', .* expected .* 'torch_nccl'"):
+        current_platform.check_and_update_config(config)
+
+
+def test_sleep_of_groups_is_refused_on_amd_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = VllmConfig()
+    monkeypatch.setattr(config, "model_config", mock.Mock(spec=ModelConfig, enable_nccl_comm_suspend=True))
+    monkeypatch.setattr(ProxyCCLPlatform, "device_name", "rocm")
+    monkeypatch.setattr(platforms.cpu.CpuPlatform, "check_and_update_config", lambda _: None)
+    with pytest.raises(ValueError, match=r"enable_nccl_comm_suspend: .* expected False"):
+        ProxyCCLPlatform.check_and_update_config(config)
 
 
 def test_groups_that_are_not_torchs_are_refused() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Any, Literal
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.device_communicators import pynccl
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 from vllm.logger import init_logger
 
+from proxyccl import ArgumentError, RuntimeUnavailableError
 from proxyccl.torch import communicator_of
 
 logger = init_logger("vllm.proxyccl")  # vLLM shows the messages of its own loggers alone
@@ -51,6 +54,9 @@ class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
         with mock.patch.object(pynccl, "PyNcclCommunicator", return_value=None):
             super().__init__(cpu_group, device, device_group, unique_name if of_experts else "", **options)
         self.unique_name = unique_name
+        config = get_current_vllm_config_or_none()
+        if config is not None and getattr(config.model_config, "enable_nccl_comm_suspend", False):  # vLLM 0.26 lacks it
+            os.environ.setdefault("PROXYCCL_SUSPENDABLE", "1")
         self._communicator = communicator_of(device_group, self.device)
         self.group_name = f"proxyccl {unique_name}"
         torch._C._distributed_c10d._register_process_group(self.group_name, device_group)
@@ -59,6 +65,19 @@ class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
     def destroy(self) -> None:
         torch._C._distributed_c10d._unregister_process_group(self.group_name)
         super().destroy()
+
+    def suspend(self) -> None:
+        """Gives the group's device memory back until `resume`. All ranks call this together. If the group can't be
+        suspended, as a group of several hosts, logs a warning and keeps the memory.
+        """
+        try:
+            self.device_group._get_backend(self.device).suspend()
+        except RuntimeUnavailableError as error:
+            logger.warning("The group '%s' keeps its memory: %s", self.unique_name, error)
+
+    def resume(self) -> None:
+        """Allocates the memory again, unless the group is not suspended. All ranks call this together."""
+        self.device_group._get_backend(self.device).resume()
 
     def _log_all_reduce_backend_selection(self) -> None:
         """Logs nothing, because vLLM's own reductions are not used."""
@@ -78,13 +97,13 @@ class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
         self, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
         """Gathers along dimension 0; the ranks' sizes may differ."""
-        if dim != 0:
-            raise NotImplementedError(f"all_gatherv: dim is {dim}; expected 0")
         if not isinstance(input_, torch.Tensor):
             return [self.all_gatherv(each, dim, sizes) for each in input_]
-        if self._are_even(sizes, input_.shape[0], "all_gatherv"):
+        if self._as_dim(input_, dim) != 0:
+            raise NotImplementedError(f"all_gatherv: dim is {dim}; expected 0")
+        sizes = self._sizes(sizes, input_.shape[0], "own")
+        if len(set(sizes)) == 1:
             return self.all_gather(input_, 0)
-        assert sizes is not None
         out = input_.new_empty((sum(sizes), *input_.shape[1:]))
         dist.all_gather(list(out.split(sizes)), input_.contiguous(), group=self.device_group)
         return out
@@ -95,10 +114,7 @@ class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
     def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
         """Adds the ranks' tensors, and returns this rank's share along a dimension; the shares' sizes may differ."""
         dim = self._as_dim(input_, dim)
-        x = input_.movedim(dim, 0).contiguous()
-        out = x.new_empty((self._share(x, sizes), *x.shape[1:]))
-        self._reduce_scatter(x, out, sizes)
-        return out.movedim(0, dim).contiguous()
+        return self._reduce_scatter(input_.movedim(dim, 0), None, sizes).movedim(0, dim).contiguous()
 
     def reduce_scatterv_into_output(
         self, input_: torch.Tensor, output: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
@@ -106,15 +122,12 @@ class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
         """Does the same as `reduce_scatterv` along dimension 0, and writes to `output`."""
         if self._as_dim(input_, dim) != 0:
             raise NotImplementedError(f"reduce_scatterv_into_output: dim is {dim}; expected 0")
-        x = input_.contiguous()
-        shape = (self._share(x, sizes), *x.shape[1:])
-        if tuple(output.shape) != shape or not output.is_contiguous():
-            raise ValueError(f"output: has shape {tuple(output.shape)}; expected a contiguous tensor of shape {shape}")
-        self._reduce_scatter(x, output, sizes)
-        return output
+        return self._reduce_scatter(input_, output, sizes)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Overwrites the tensor with the tensor of the rank `src`, and returns it."""
+        if not 0 <= src < self.world_size:
+            raise ArgumentError("src", f"is {src}; expected a rank of {self.world_size}")
         result: torch.Tensor = DeviceCommunicatorBase.broadcast(self, tensor, src)
         return result
 
@@ -124,30 +137,31 @@ class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
 
     def _as_dim(self, input_: torch.Tensor, dim: int) -> int:
         if not -input_.dim() <= dim < input_.dim():
-            raise ValueError(f"dim: is {dim}; expected a dimension of a tensor of shape {tuple(input_.shape)}")
+            raise ArgumentError("dim", f"is {dim}; expected a dimension of a tensor of shape {tuple(input_.shape)}")
         return dim % input_.dim()
 
-    def _are_even(self, sizes: list[int] | None, own: int, call: str) -> bool:
+    def _sizes(self, sizes: list[int] | None, rows: int, kind: Literal["own", "sum"]) -> list[int]:
+        """Returns the number of rows of each rank. `rows` is the number of this rank ("own"), or the sum of all."""
+        world = self.world_size
         if sizes is None:
-            return True
-        if len(sizes) != self.world_size or sizes[self.rank_in_group] != own:
-            raise ValueError(
-                f"{call}: sizes are {sizes}; expected one for each of {self.world_size} ranks, "
-                f"and {own} for rank {self.rank_in_group}"
-            )
-        return len(set(sizes)) == 1
+            if kind == "sum" and rows % world:
+                raise ArgumentError("input_", f"its size {rows} is not a multiple of {world} ranks")
+            return [rows if kind == "own" else rows // world] * world
+        found = sum(sizes if kind == "sum" else sizes[self.rank_in_group :][:1])
+        if len(sizes) != world or min(sizes) < 0 or found != rows:
+            known = "sum" if kind == "sum" else f"item {self.rank_in_group}"
+            raise ArgumentError("sizes", f"are {sizes}; expected {world} sizes from 0 on whose {known} is {rows}")
+        return sizes
 
-    def _share(self, x: torch.Tensor, sizes: list[int] | None) -> int:
-        if sizes is None:
-            if x.shape[0] % self.world_size:
-                raise ValueError(f"input_: its size {x.shape[0]} is not a multiple of {self.world_size} ranks")
-            return x.shape[0] // self.world_size
-        if len(sizes) != self.world_size or sum(sizes) != x.shape[0]:
-            raise ValueError(f"sizes: are {sizes}; expected {self.world_size} sizes whose sum is {x.shape[0]}")
-        return sizes[self.rank_in_group]
-
-    def _reduce_scatter(self, x: torch.Tensor, out: torch.Tensor, sizes: list[int] | None) -> None:
-        if sizes is None or len(set(sizes)) == 1:
+    def _reduce_scatter(self, x: torch.Tensor, output: torch.Tensor | None, sizes: list[int] | None) -> torch.Tensor:
+        """Adds the ranks' tensors, and returns this rank's rows, in `output` or in a new tensor."""
+        x, sizes = x.contiguous(), self._sizes(sizes, x.shape[0], "sum")
+        shape = (sizes[self.rank_in_group], *x.shape[1:])
+        out = x.new_empty(shape) if output is None else output
+        if out.shape != shape or not out.is_contiguous():
+            raise ArgumentError("output", f"is {tuple(out.shape)}; expected a contiguous tensor of shape {shape}")
+        if len(set(sizes)) == 1:
             self._communicator.reduce_scatter(x, out=out)
         else:
             dist.reduce_scatter(out, list(x.split(sizes)), group=self.device_group)
+        return out

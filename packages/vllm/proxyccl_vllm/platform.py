@@ -46,13 +46,21 @@ class ProxyCCLPlatform(_base()):  # type: ignore[misc]
         """Switches off the parts of vLLM that ProxyCCL replaces.
 
         Raises:
-            ValueError: an option asks for groups or memory of NCCL.
+            ValueError: an option asks for groups, communicators or memory of NCCL, or for sleep of groups on AMD GPUs.
         """
         super().check_and_update_config(vllm_config)
-        if vllm_config.parallel_config.enable_elastic_ep:
+        parallel = vllm_config.parallel_config
+        if parallel.enable_elastic_ep:
             raise ValueError("enable_elastic_ep: its groups need NCCL; expected False with proxyccl-vllm")
         if envs.VLLM_USE_NCCL_SYMM_MEM:
             raise ValueError("VLLM_USE_NCCL_SYMM_MEM: expected 0 with proxyccl-vllm, which does not use NCCL")
+        if parallel.enable_eplb and parallel.eplb_config.communicator == "pynccl":
+            raise ValueError(
+                "eplb_config.communicator: is 'pynccl', which needs NCCL's communicator; expected with proxyccl-vllm "
+                "'torch_nccl', which uses ProxyCCL and needs use_async=False, or 'torch_gloo'"
+            )
+        if cls.device_name == "rocm" and getattr(vllm_config.model_config, "enable_nccl_comm_suspend", False):
+            raise ValueError("enable_nccl_comm_suspend: the driver can't suspend memory of AMD GPUs; expected False")
         vllm_config.compilation_config.pass_config.fuse_allreduce_rms = False  # FlashInfer's, or AITER's
         if isinstance(vllm_config.additional_config, dict):
             vllm_config.additional_config.setdefault(FUSED_NORMS, True)
