@@ -131,7 +131,7 @@ class _WideIntegerError(Exception):
 
 
 def _require_64_bits(data: bytes | bytearray | memoryview) -> None:
-    is_nested = data[:1] in (b"{", b"[")
+    is_nested = bytes(memoryview(data)[:1]) in (b"{", b"[")  # `data` may also be a msgspec.Raw
     if is_nested and all(len(each) <= _MOST_DIGITS and int(each) in _INTEGERS for each in _LONG_NUMBER.findall(data)):
         return
     for path, value in _leaves(msgspec.json.decode(data), "$"):
