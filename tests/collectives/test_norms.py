@@ -194,7 +194,7 @@ def test_a_row_has_the_same_bits_in_every_batch(make: str, world: tuple[int, int
 
 
 def test_new_arrays_of_one_kind_are_prepared_once(ranks: Ranks) -> None:
-    kinds = 4  # on a GPU: peers' kernels can access `x` and `residual`, one of them, or none
+    kinds = 8  # on a GPU: peers' kernels can access each of the three arrays, or can't
 
     def body(comm: Communicator) -> None:
         prepared = set()
