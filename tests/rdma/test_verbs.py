@@ -23,7 +23,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from proxyccl import ArgumentError, Communicator, Operation, RuntimeUnavailableError, TransportError, Trigger
+from proxyccl import (
+    ArgumentError,
+    Communicator,
+    Operation,
+    RuntimeUnavailableError,
+    ThreadBootstrap,
+    TransportError,
+    Trigger,
+)
 from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device._native import lib as native
 from proxyccl.proxy import _engine
@@ -384,7 +392,7 @@ def test_a_failed_rail_of_a_daemon_is_told_by_the_client_process(
         warnings.catch_warnings(),
         contextlib.ExitStack() as opened,
         daemon_inside(path) as daemon,
-        Communicator(proxy="daemon") as comm,
+        Communicator(ThreadBootstrap.create(1)[0], proxy="daemon") as comm,
     ):
         warnings.simplefilter("always")
         monkeypatch.setattr(
