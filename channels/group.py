@@ -78,8 +78,8 @@ class StreamWaits(Protocol):
 
 
 class _Blocks(Message, frozen=True):
-    """The addresses of a rank's suspended blocks, the token of the rank's process, and why the rank can't resume its
-    blocks, "" if it has resumed them.
+    """The addresses of a rank's blocks, the token of the rank's process, and why the rank can't suspend or resume the
+    blocks, "" if it can.
     """
 
     process: bytes
@@ -88,7 +88,6 @@ class _Blocks(Message, frozen=True):
 
 
 _BLOCKS = Codec(_Blocks, 16 << 20, name="suspended blocks")
-_REASON = Codec[str](str, 64 << 10, name="reason not to suspend")
 _SUSPEND, _SUSPEND_WITHOUT_SAVING = "suspend", "suspend(save=False)"
 register_names(_SUSPEND, _SUSPEND_WITHOUT_SAVING)
 
@@ -481,15 +480,16 @@ class Group:
                 self.device_memory.choose()
                 self.synchronize()
                 self.links.drain()
-                own = _Blocks(forks.here().token, self.device_memory.open_blocks())
-                every = self.exchange.all_gather(own, _BLOCKS, "suspend: all work is done")
-                processes = {blocks.process for blocks in every}
+                processes = {rank.process.token for rank in self.topology.ranks}
                 refusal = self.device_memory.claim(processes)
-                if not refusal:
+                own = _Blocks(forks.here().token, self.device_memory.open_blocks(), refusal)
+                every = self.exchange.all_gather(own, _BLOCKS, "suspend: all work is done")
+                refusals = [blocks.lack for blocks in every]
+                if not any(refusals):
                     for other in groups_beyond(processes):
                         other.symmetric.withdraw_if(lambda announced: self.device_memory.has_chosen(announced.start))
                     self.symmetric.update(wait=True)  # maps all announced memory: suspended memory can't be mapped
-                refusals = self.exchange.all_gather(refusal, _REASON, "suspend: all announced memory is mapped")
+                    self.exchange.barrier("suspend: all announced memory is mapped")
             if any(refusals):
                 raise ArgumentError("memory", f"suspend: {_of_ranks(refusals)}")
             undo.pop_all()

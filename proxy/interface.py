@@ -111,11 +111,12 @@ class ExposedMemory(Message, frozen=True):
 
 
 def issue_warning(text: str) -> None:
-    """Issues a RuntimeWarning in this process, or logs the text if the program's filters turn warnings into errors. The
-    callers are threads, whose errors no program would catch.
+    """Issues a RuntimeWarning in this process, or logs the text if the warning raises an error, because the program's
+    filters turn warnings into errors or its `showwarning` fails. The callers are threads, whose errors no program would
+    catch.
     """
     try:
         # With Python's default filters, `warnings.warn` would print equal warnings only once.
         warnings.warn_explicit(text, RuntimeWarning, "<proxyccl>", 0, "proxyccl")
-    except RuntimeWarning:
+    except Exception:
         logging.getLogger("proxyccl").warning(text)

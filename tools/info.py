@@ -204,34 +204,46 @@ def _ports(devices: list[RdmaDevice], offers: list[FabricOffer], root: Path) -> 
     return found
 
 
+@contextlib.contextmanager
+def _noted(problems: dict[str, None]) -> Iterator[None]:
+    try:
+        yield
+    except ProxyCCLError as error:
+        problems[str(error)] = None
+
+
 def _chosen(
-    number: int, near: Place, devices: list[RdmaDevice], offers: list[FabricOffer], root: Path
+    number: int,
+    near: Place,
+    devices: list[RdmaDevice],
+    offers: list[FabricOffer],
+    root: Path,
+    problems: dict[str, None],
 ) -> Iterator[tuple[_Port, str]]:
-    """Yields each port that rank `number` of the host would use at a place, and its transport. Raises the errors of
-    `choose_devices` and `choose_offers`.
+    """Yields each port that rank `number` of the host would use at a place, and its transport. Adds to `problems` why
+    `choose_devices` or `choose_offers` can't choose.
     """
-    if active_ports(devices):
-        for choice in choose_devices(devices, RdmaOptions.from_environment(), near, local_rank=number, root=root):
-            yield (root / DEVICES / choice.device.name, choice.port), "verbs"
-    if offers:
-        for offer in choose_offers(offers, FabricOptions.from_environment(), near, local_rank=number, root=root):
-            yield (adapter_of(offer.domain, root), 1), f"fabric ({offer.provider})"
+    with _noted(problems):
+        if active_ports(devices):
+            for choice in choose_devices(devices, RdmaOptions.from_environment(), near, local_rank=number, root=root):
+                yield (root / DEVICES / choice.device.name, choice.port), "verbs"
+    with _noted(problems):
+        if offers:
+            for offer in choose_offers(offers, FabricOptions.from_environment(), near, local_rank=number, root=root):
+                yield (adapter_of(offer.domain, root), 1), f"fabric ({offer.provider})"
 
 
 def _placement(places: dict[str, Place], offers: list[FabricOffer], root: Path = SYSFS) -> Iterator[Finding]:
     """Finds the adapters of each place by nearness, and those that the place's rank would use. Equally near adapters
     with the same kind, state and rate are described together.
     """
-    devices, problem = rdma_devices(root), ""
+    devices, problems = rdma_devices(root), dict[str, None]()
     ports = _ports(devices, offers, root)
     for number, (name, near) in enumerate(places.items()):
         uses: dict[_Port, str] = {}
-        try:
-            for used, transport in _chosen(number, near, devices, offers, root):
-                uses[used] = f"{uses.get(used, '')}, used by {transport}"
-                ports.setdefault(used, (used[0].name, "this host alone"))  # because the options name it
-        except ProxyCCLError as error:
-            problem = str(error)
+        for used, transport in _chosen(number, near, devices, offers, root, problems):
+            uses[used] = f"{uses.get(used, '')}, used by {transport}"
+            ports.setdefault(used, (used[0].name, "this host alone"))  # because the options name it
         nearness = NearnessTo(near, root)
         placed = sorted((nearness.adapter(port[0]), pci_path(port[0] / "device"), port) for port in ports)
         for kind, group in itertools.groupby(placed, lambda each: each[0].kind):
@@ -241,7 +253,7 @@ def _placement(places: dict[str, Place], offers: list[FabricOffer], root: Path =
                 alike.setdefault(facts + uses.get(port, ""), []).append(label)
             detail = "; ".join(f"{_abridged(labels)} ({facts})" for facts, labels in alike.items())
             yield Finding(name, bool(uses), f"{KINDS[kind]}: {detail}")
-    if problem:
+    for problem in problems:
         yield Finding("choice", False, problem)
 
 

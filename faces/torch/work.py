@@ -297,7 +297,7 @@ class DeviceWork(_KeptWork):
                 self._watched = None
             if call.future is not None:
                 return call.future
-            future = call.future = torch._C.Future([call.gpu.owner.device])  # as NCCL's Work returns
+            future = call.future = torch.futures.Future(devices=[call.gpu.owner.device])
             issued = self._is_issued()
         if issued:
             self._complete(future)

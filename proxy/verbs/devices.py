@@ -310,6 +310,9 @@ def choose_devices(
 
     option, names = ("devices", options.devices) if options.devices else ("device", (options.device,))
     ports = [nearest(_usable_ports(devices, options, option, name), distance, 1, local_rank)[0] for name in names]
+    if len({port.link_layer for _, port in ports}) > 1:
+        kinds = _listed(f"{device.name} ({port.link_layer})" for device, port in ports)
+        raise ArgumentError(option, f"must have links of one kind, because InfiniBand can't reach RoCE, not {kinds}")
     chosen = []
     for device, port in nearest(ports, distance, RAILS, local_rank):
         assert port.best_gid is not None

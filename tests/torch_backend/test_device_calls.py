@@ -9,6 +9,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -388,6 +389,23 @@ def test_a_work_is_not_kept_once_the_program_has_its_future() -> None:
         torch_on_hip.on_cpu(x)
 
     on_gpus(body)
+
+
+def test_the_future_of_a_call_that_was_never_queued_has_the_error() -> None:
+    def on_rank(group: Any) -> None:
+        if group.rank() == 1:
+            return  # the group can't be connected
+        torch.cuda.current_stream(torch.device("cuda", 0))
+        work = all_reduce(group, torch_on_hip.on_gpu(torch.ones(8), 0), waits=False)
+        for future in (work.get_future(), work.get_future()):
+            with pytest.raises(RuntimeError, match="did not come in time"):
+                future.wait()
+        with pytest.raises(RuntimeError):
+            work.wait()
+        with pytest.raises(RuntimeError):
+            work.get_future().wait()
+
+    run(on_rank, RANKS, timedelta(seconds=2))
 
 
 def test_memory_is_recorded_on_the_groups_stream_only_if_nobody_has_waited_and_the_call_has_not_ended() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Literal
 from unittest import mock
 
@@ -56,7 +55,9 @@ class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
         self.unique_name = unique_name
         config = get_current_vllm_config_or_none()
         if config is not None and getattr(config.model_config, "enable_nccl_comm_suspend", False):  # vLLM 0.26 lacks it
-            os.environ.setdefault("PROXYCCL_SUSPENDABLE", "1")
+            # A communicator that was split from the default group's would have that communicator's setting.
+            endpoints = device_group._get_backend(self.device).endpoints
+            endpoints.settings = endpoints.settings._replace(suspendable=True)
         self._communicator = communicator_of(device_group, self.device)
         self.group_name = f"proxyccl {unique_name}"
         torch._C._distributed_c10d._register_process_group(self.group_name, device_group)

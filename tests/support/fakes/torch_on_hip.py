@@ -153,6 +153,13 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_subclass(torch.Tensor)
 
 
+class _Future(torch.futures.Future):
+    """A future for tensors of the fake GPUs, because torch for CPUs lacks futures of GPUs."""
+
+    def __init__(self, *, devices: Any = None) -> None:
+        super().__init__()
+
+
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes torch use these fake GPUs until the test ends, with proxies as threads. Skips the test if `make
     rocm-on-host` was not run.
@@ -171,13 +178,13 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in names.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.futures, "Future", _Future)
     in_c = {
         "_cuda_getCurrentRawStream": lambda index: _current_stream(torch.device("cuda", index)).cuda_stream,
         "_cuda_getCurrentStream": lambda index: (_current_stream(torch.device("cuda", index)).stream_id, index, 1),
         "_cuda_setStream": _set_stream,
         "_cuda_getDevice": lambda: 0,
         "_cuda_setDevice": lambda _: None,
-        "Future": lambda _: torch.futures.Future(),  # torch for CPUs lacks GPU futures
     }
     for name, value in in_c.items():
         monkeypatch.setattr(torch._C, name, value, raising=False)
