@@ -14,6 +14,11 @@ from results_sections import Result, on_gpus, place, types
 from proxyccl.tools.options import show_size
 
 
+def _save(figure: Any, path: Path) -> None:
+    """Writes a figure without the date, so that the same results give the same file."""
+    figure.savefig(path, metadata={"Date": None})
+
+
 def _file(result: Result, name: str) -> str:
     return f"{name}.svg" if on_gpus(result) else f"{name}_host.svg"
 
@@ -50,7 +55,7 @@ def _plot_collective(result: Result, directory: Path) -> list[str]:
             axes.set_yscale("log")
         axes.legend(fontsize="small")
         files.append(_file(result, f"{name}_{ranks}_{key.split('_')[0]}"))
-        figure.savefig(directory / files[-1])
+        _save(figure, directory / files[-1])
     return files
 
 
@@ -65,7 +70,7 @@ def _plot_put_signal(result: Result, directory: Path) -> list[str]:
     axes.set_yscale("log")
     axes.legend()
     latency = _file(result, "put_latency")
-    figure.savefig(directory / latency)
+    _save(figure, directory / latency)
     figure, axes = _axes("SmChannel: copies to and from one peer", "blocks", "GB/s")
     for operation in ("put", "get"):
         points = [(row["blocks"], row["gbs"]) for row in result["sm_bandwidth"] if row["operation"] == operation]
@@ -78,7 +83,7 @@ def _plot_put_signal(result: Result, directory: Path) -> list[str]:
     axes.set_ylim(bottom=0)
     axes.legend()
     bandwidth = _file(result, "sm_bandwidth")
-    figure.savefig(directory / bandwidth)
+    _save(figure, directory / bandwidth)
     return [latency, bandwidth]
 
 
@@ -100,7 +105,7 @@ def _plot_ring(result: Result, directory: Path) -> list[str]:
     axes.set_yscale("log")
     axes.legend(fontsize="small")
     rates = _file(result, "ring_rates")
-    figure.savefig(directory / rates)
+    _save(figure, directory / rates)
     return [rates]
 
 
@@ -124,7 +129,7 @@ def _plot_expert_parallel(result: Result, directory: Path) -> list[str]:
     axes.set_yscale("log")
     axes.legend(fontsize="x-small", ncols=2)
     name = _file(result, f"expert_parallel_{result['world_size']}")
-    figure.savefig(directory / name)
+    _save(figure, directory / name)
     return [name]
 
 

@@ -82,7 +82,11 @@ def origin(result: Result) -> list[str]:
     return [text, ""]
 
 
-def _program_cells(row: Result) -> list[list[str]]:
+_OF_STEPS = {"late": "late", "cpu_ms": "CPU, ms"}
+"""Columns of programs that others wrote: the fields of a value, and the columns' titles."""
+
+
+def _program_cells(row: Result, of_steps: Iterable[str]) -> list[list[str]]:
     ours = row["values"][0]["value"]
     digits = {"tokens/s": 0, "ms": 2}.get(row["unit"], 1)
     lines = []
@@ -91,8 +95,7 @@ def _program_cells(row: Result) -> list[list[str]]:
         share = "" if value["cpu_share"] is None else number(value["cpu_share"])
         name = f"{value['name']} (ours)" if value["ours"] else value["name"]
         titles = (row["program"], f"{row['figure']}, {row['unit']}") if not lines else ("", "")
-        of_steps = [number(value[key]) if key in value else "" for key in ("late", "cpu_ms")]
-        cells = [*titles, name, number(value["value"], digits), share, *of_steps]
+        cells = [*titles, name, number(value["value"], digits), share, *(number(value[key]) for key in of_steps)]
         lines.append([*cells, "" if ratio is None else number(ratio)])
     return lines
 
@@ -100,6 +103,7 @@ def _program_cells(row: Result) -> list[list[str]]:
 def programs_section(result: Result) -> Section:
     """Returns the table of programs, each contender's line below ours."""
     rows = result["rows"]
+    of_steps = {key: title for key, title in _OF_STEPS.items() if all(key in v for row in rows for v in row["values"])}
     lines = [
         *origin(result),
         "*CPU's share*: the part of the time in which the CPU issued the work. Near 1, a faster GPU gains nothing. For "
@@ -109,8 +113,8 @@ def programs_section(result: Result) -> Section:
         "ours is slower.",
         "",
         *table(
-            ["program", "figure", "by", "value", "CPU's share", "late", "CPU, ms", "over ours"],
-            [cells for row in rows for cells in _program_cells(row)],
+            ["program", "figure", "by", "value", "CPU's share", *of_steps.values(), "over ours"],
+            [cells for row in rows for cells in _program_cells(row, of_steps)],
         ),
         *(f"- Not measured: {part}, {reason}." for part, reason in result["failed"].items()),
         *([""] if result["failed"] else []),
