@@ -206,6 +206,14 @@ def rails_observed() -> list[str]:
     return [line.rpartition(" ")[2] for line in lines if line.startswith("proxyccl_connection_rail")]
 
 
+def require_put(loop: Loop, peer: FakePeer, source: NDArray[np.uint8], destination: NDArray[np.uint8]) -> None:
+    """Puts all of `source` with the first signal, and checks that both arrive."""
+    loop.push(0, PUT | SIGNAL, 9000)
+    loop.flush()
+    assert (destination == source).all()
+    assert peer.words[0] == 1
+
+
 def lose_and_connect_rail(loop: Loop) -> tuple[FakePeer, FakeDevice]:
     """Makes rail 1 fail in a put of 9000 bytes, and waits until this rank, but not the peer, has connected the rail
     again. Returns the peer, and the fake device of rail 1.
@@ -339,10 +347,7 @@ def test_a_rail_on_trial_that_fails_without_a_completion_is_stopped_before_the_p
         assert peer.peer_mail[1] == 1
         peer.can_stop = lambda: True
         wait_with_peer(loop, lambda: peer.peer_mail[1] == 2 and rails_up(loop) == 2, "both rails")
-        loop.push(0, PUT | SIGNAL, 9000)
-        loop.flush()
-        assert (destination == source).all()
-        assert peer.words[0] == 1
+        require_put(loop, peer, source, destination)
 
 
 @needs_transport
@@ -472,10 +477,7 @@ def test_a_rail_that_fails_again_at_the_peer_is_stopped_first(stage: str) -> Non
         loop.wait(lambda: peer.peer_mail[1] == 2, "the answer")
         failing.allow(-1)
         wait_with_peer(loop, lambda: peer.peer_mail[2] == 2 and rails_up(loop) == 2, "both rails")
-        loop.push(0, PUT | SIGNAL, 9000)
-        loop.flush()
-        assert (destination == source).all()
-        assert peer.words[0] == 1
+        require_put(loop, peer, source, destination)
 
 
 @needs_transport
