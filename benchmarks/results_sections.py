@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ def origin(result: Result) -> list[str]:
 
 _OF_STEPS = {"late": "late", "cpu_ms": "CPU, ms"}
 """Columns of programs that others wrote: the fields of a value, and the columns' titles."""
+_Ratios = dict[tuple[str, str], float]
+"""Our value divided by the peer's, by program and variant."""
 _LISTED_PROGRAMS = 8
 """The most programs whose ratios a summary lists one by one."""
 _SLOWER = 1.03
@@ -118,7 +121,7 @@ def programs_section(result: Result) -> Section:
         *(f"- Not measured: {part}, {reason}." for part, reason in result["failed"].items()),
         *([""] if result["failed"] else []),
     ]
-    ratios: dict[str, dict[str, float]] = {}
+    ratios: dict[str, _Ratios] = {}
     peers = []
     slower = []
     for row in rows:
@@ -128,8 +131,7 @@ def programs_section(result: Result) -> Section:
             kind, _, variant = row["figure"].partition(", ")
             if kind not in ("a step", "training"):
                 kind, variant = "", row["figure"]
-            name = ", ".join(filter(None, (row["program"], variant)))
-            ratios.setdefault(kind, {})[name] = ours / peer["value"]
+            ratios.setdefault(kind, {})[row["program"], variant] = ours / peer["value"]
             peers.append(peer["name"].replace("nccl", "NCCL"))
         settings = [value["value"] for value in row["values"][1:] if value["ours"] and "late" in value]
         if settings and ours > _SLOWER * min(settings):
@@ -140,17 +142,17 @@ def programs_section(result: Result) -> Section:
     return Section(f"{result.get('title', 'Programs')} {place(result)}", summary, lines)
 
 
-def _programs_summary(ratios: dict[str, dict[str, float]], peer: str) -> str:
+def _programs_summary(ratios: dict[str, _Ratios], peer: str) -> str:
     """Returns the summary of programs, from our value divided by the peer's, by kind of figure and program."""
     steps, trainings = ratios.get("a step", {}), ratios.get("training", {})
     parts = []
     if len(steps) > _LISTED_PROGRAMS:
         values = steps.values()
-        slower = [f"{name} {number(ratio)}" for name, ratio in steps.items() if ratio > _SLOWER]
+        slower = {name: ratio for name, ratio in steps.items() if ratio > _SLOWER}
         parts.append(
             f"a step takes {number(min(values))} to {number(max(values))} of {peer}'s time (median of {len(steps)} "
             f"programs {number(statistics.median(values))}); programs with more than {_SLOWER:g}: "
-            f"{'; '.join(slower) or 'none'}"
+            f"{_listed(slower) or 'none'}"
         )
     elif steps:
         parts.append(f"time of a step, divided by {peer}'s: {_listed(steps)}")
@@ -161,8 +163,13 @@ def _programs_summary(ratios: dict[str, dict[str, float]], peer: str) -> str:
     return "; ".join(parts) or "without another library"
 
 
-def _listed(ratios: dict[str, float]) -> str:
-    return "; ".join(f"{name} {number(ratio)}" for name, ratio in ratios.items())
+def _listed(ratios: _Ratios) -> str:
+    """Returns each program with its ratios, by variant."""
+    parts = []
+    for program, rows in itertools.groupby(ratios.items(), key=lambda row: row[0][0]):
+        values = [f"{variant} {number(ratio)}" if variant else number(ratio) for (_, variant), ratio in rows]
+        parts.append(f"{program}: {', '.join(values)}")
+    return "; ".join(parts)
 
 
 def collective_table(result: Result, dtype: str) -> list[str]:
