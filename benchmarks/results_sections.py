@@ -1010,6 +1010,7 @@ def between_nodes_section(result: Result) -> Section:
     the bus.
     """
     rows, limits = result["comparison"], result["limits"]
+    ranks = result["world_size"] // result["nodes"]
     streams = ", ".join(
         f"{row['streams']}: {number(row['one_way_gbs'], 1)} and {number(row['each_of_both_ways_gbs'], 1)}"
         for row in limits["tcp"]
@@ -1017,10 +1018,9 @@ def between_nodes_section(result: Result) -> Section:
     copies = ", ".join(number(limits[f"bus_{way}_gbs"], 1) for way in ("to_host", "to_device", "both"))
     lines = [
         *origin(result),
-        f"Two groups of ranks of one machine act as nodes: {result['nodes']} nodes, each of "
-        f"{result['world_size'] // result['nodes']} GPU{'s' * (result['world_size'] > result['nodes'])}. ProxyCCL "
-        "stages data in pinned memory and sends it over TCP on the loopback; the peer may use only its sockets. "
-        "Limits of the machine:",
+        f"{result['nodes']} groups of ranks on one machine act as nodes of {ranks} rank{'s' * (ranks > 1)} each. "
+        "ProxyCCL stages data in pinned memory and sends it over TCP on the loopback; the peer may use only its "
+        "sockets. Limits of the machine:",
         "",
         f"- TCP, in GB/s, by the number of streams, in one direction and in each of both directions: {streams};",
         f"- copies, in GB/s, to the host, to the device, and in each of both directions at once: {copies};",
@@ -1225,8 +1225,8 @@ def group_memory_section(result: Result) -> Section:
         *origin(result),
         "*device*: how much memory of the first GPU has been taken since its rank made a context, also by the proxies' "
         "process. *account*: the sum of `memory_usage()` of the step's communicator. Both include the arrays that the "
-        "program allocated. *group 0*, *group 1*: our first and second communicator, of which the second is "
-        "suspendable. *NCCL 0*, *NCCL 1*: NCCL's.",
+        "program allocated. *group 0*, *group 1*: our first and our second communicator; the second is "
+        "suspendable. *NCCL 0*, *NCCL 1*: NCCL's communicators.",
         "",
     ]
     lines += table(
