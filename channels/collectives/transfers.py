@@ -172,19 +172,18 @@ def _issue_views(
     out: ArrayView | None,
     ranks: tuple[Any, Any],
     stream: StreamLike,
-    call: CollectiveCall,
+    agree: Agree,
 ) -> None:
     """Makes a collective's call whose arguments were checked.
 
     Args:
         x, out: the views of input and output; None if this rank has none.
         ranks: the last two options of `FlowCalls.call`.
-        call: the fields on which all ranks must agree.
     """
     group = collectives.group
-    agree = functools.cache(functools.partial(group.launches.agree, call))  # logs the call once
+    agree_once = functools.cache(lambda: agree((x, out)))  # logs the call once
     given, taken = (() if view is None else as_readable(group, view) for view in (x, out))
-    if not issue(collectives, given, taken, (lambda _: agree(), *ranks), stream, sets_up=True):
+    if not issue(collectives, given, taken, (lambda _: agree_once(), *ranks), stream, sets_up=True):
         group.failure.require_usable()
         raise RuntimeError(f"the views {x} and {out} can't be read")
 
@@ -243,8 +242,7 @@ def all_to_all_v(
         raise ArgumentError(
             "recv_counts", f"this rank sends itself {send_counts[own]} rows and receives {recv_counts[own]}"
         )
-    call = CollectiveCall("all_to_all_v", source.dtype.name, shape=source.shape[1:])
-    _issue_views(collectives, source, target, (send_counts, recv_counts), stream, call)
+    _issue_views(collectives, source, target, (send_counts, recv_counts), stream, agree)
     return out
 
 
@@ -263,8 +261,7 @@ def gather(collectives: Collectives, x: Any, root: int, out: Any, stream: Stream
     if is_root:
         target = output_view(group, out, x, source, rows_of_all(group, source))
         refuse_partial_overlap(root, source, target)
-    call = CollectiveCall("gather", source.dtype.name, root=root, count=source.size, shape=source.shape)
-    _issue_views(collectives, source, target, (root, "even" if is_root else ()), stream, call)
+    _issue_views(collectives, source, target, (root, "even" if is_root else ()), stream, agree)
     return out if is_root else None
 
 
@@ -290,8 +287,7 @@ def scatter(collectives: Collectives, x: Any, root: int, out: Any, stream: Strea
     else:
         target = output_view(group, out, x, given, share_shape(group, given))
         refuse_partial_overlap(root, given, target)
-    call = CollectiveCall("scatter", target.dtype.name, root=root, count=target.size, shape=target.shape)
-    _issue_views(collectives, given, target, ("even" if is_root else (), root), stream, call)
+    _issue_views(collectives, given, target, ("even" if is_root else (), root), stream, agree)
     return out
 
 
@@ -301,11 +297,8 @@ def _agree(group: Group, name: str, root: int, whole: int | None, arrays: tuple[
     """
     array = arrays[whole or 0]
     dtype, shape = as_dtype(array.dtype), tuple(array.shape)
-    if whole is None:
-        call = CollectiveCall(name, dtype.name, shape=shape[1:])
-    else:
-        call = CollectiveCall(name, dtype.name, root=root, count=math.prod(shape), shape=shape)
-    group.launches.agree(call)
+    count, compared = (0, shape[1:]) if whole is None else (math.prod(shape), shape)
+    group.launches.agree(CollectiveCall(name, dtype.name, root=root, count=count, shape=compared))
 
 
 def _counts(ranks: int, counts: Sequence[int], argument: str) -> list[int]:
