@@ -31,7 +31,10 @@ def load(part: str) -> Any:
 
 
 def keep_opaque(cls: type) -> None:
-    """If torch is installed, makes torch's compiler call the methods of a public class instead of tracing them."""
+    """If torch is installed, makes torch's compiler call the methods of a public class and of its bases, instead of
+    tracing them.
+    """
     if cls not in _opaque and "torch" in sys.modules:
-        load("torch: untraced").untraced(cls)
+        for each in cls.__mro__[:-1]:  # without `object`
+            load("torch: untraced").untraced(each)
         _opaque.add(cls)

@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from proxyccl.channels.arguments import input_view
 from proxyccl.channels.collectives.collective import EXECUTE
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.moves import ALL_GATHER, ALL_TO_ALL, BROADCAST
-from proxyccl.channels.collectives.norms import NormedRows, all_reduce_rms_norm
-from proxyccl.channels.collectives.reductions import ALL_REDUCE, REDUCE_SCATTER, reduce
+from proxyccl.channels.collectives.norms import NormCalls
+from proxyccl.channels.collectives.reductions import ALL_REDUCE, DROPPED, REDUCE, REDUCE_SCATTER
 from proxyccl.channels.collectives.run import barrier, run
 from proxyccl.channels.collectives.selection import Selector
-from proxyccl.channels.collectives.transfers import Transfers, all_to_all_v, gather, recv, scatter, send
+from proxyccl.channels.collectives.transfers import TransferCalls
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
-from proxyccl.channels.group import Group
+from proxyccl.channels.ranks import as_rank
 from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.runtime import StreamLike
 
 
-class CollectiveCalls:
+class CollectiveCalls(NormCalls, TransferCalls):
     """The base class of `Communicator`, with the methods for collectives, plans and transfers."""
-
-    _group: Group
-    _collectives: Collectives
 
     def all_reduce(
         self,
@@ -71,74 +69,6 @@ class CollectiveCalls:
             CommunicatorError: a peer failed; see its subclasses.
         """
         return run(self._collectives, ALL_REDUCE, x, out, op, None, algorithm, cta_policy, symmetric, stream)
-
-    def all_reduce_rms_norm(
-        self,
-        x: Any,
-        residual: Any,
-        weight: Any,
-        eps: float,
-        *,
-        weight_bias: float = 0.0,
-        out: Any = None,
-        residual_out: Any = None,
-        scales: Any = None,
-        quantize: Any = None,
-        algorithm: str | None = None,
-        cta_policy: str | None = None,
-        stream: StreamLike = None,
-    ) -> NormedRows:
-        """Adds the ranks' rows and a residual, and normalizes each row by RMSNorm. All ranks call this together, with
-        the same residual, weight and options; only the places of results may differ.
-
-        The result `residual` is the sum of the ranks' `x`, with the same bits as from `all_reduce`, plus the argument
-        `residual`, rounded to the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) *
-        (weight + weight_bias)`` with the mean of each row, computed in float32 and rounded once. A row's bits may
-        depend on the number of rows only if `tune` has chosen algorithms that add in different orders, which
-        `invariant` prevents. Within a node, the call is one launch if rows are multiples of 16 bytes.
-
-        Args:
-            x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, with a width of at most
-                262,144; the same shape on all ranks.
-            residual: an array like `x`; None to add nothing.
-            weight: an array [width] of the type of `x`; None to add without normalizing.
-            eps: added to the mean of squares.
-            weight_bias: added to each weight, in float32; 1 for Gemma's norms. Needs a weight unless it is 0.
-            out: where `out` goes: an array like `x`, of float8_e4m3fn with `quantize`; may be `x` or `residual`; None
-                for a new array.
-            residual_out: where `residual` goes: an array like `x`; may be `x` or `residual`; None for a new array.
-            scales: where the scales go: an array [..., 1] of float32; None for a new array.
-            quantize: "float8" for one scale per row, returned in `scales`: the row's greatest magnitude divided by 448;
-                or an array of one float32, the scale of all rows. With `quantize`, `out` is the normalized row divided
-                by its scale, and saturates at 448. None rounds to the type of `x`.
-            algorithm, cta_policy: as for `all_reduce`. With "one_shot" and "two_shot_packets" the call is one launch;
-                with other algorithms it is an all_reduce, followed by a launch that normalizes the rows, even under the
-                policy "zero".
-            stream: as for `all_reduce`.
-
-        Returns:
-            `out`, `residual` and `scales`. `out` is None without `weight`; `scales` is None without
-                `quantize="float8"`.
-
-        Raises the errors of `all_reduce`, MismatchError also if ranks differ in `eps`, `weight_bias` or `quantize`, or
-        in whether they pass a residual and a weight; and ArgumentError for an array of a wrong shape or type, for
-        arrays that overlap in part, and for options that contradict each other.
-        """
-        return all_reduce_rms_norm(
-            self._collectives,
-            x,
-            residual,
-            weight,
-            eps,
-            weight_bias,
-            out,
-            residual_out,
-            scales,
-            quantize,
-            algorithm,
-            cta_policy,
-            stream,
-        )
 
     def reduce_scatter(
         self,
@@ -260,62 +190,13 @@ class CollectiveCalls:
         Returns:
             On `root`, `out` if given, else `x`; None on other ranks. Raises the errors of `all_reduce`.
         """
-        return reduce(self._collectives, x, op, root, out, algorithm, stream)
-
-    def gather(self, x: Any, root: int = 0, *, out: Any = None, stream: StreamLike = None) -> Any:
-        """Concatenates `x` of all ranks along the first dimension, in rank order, on rank `root`.
-
-        Args:
-            x: shape [n, …], the same on all ranks; any element type.
-            root: the rank that gets the result.
-            out: shape [world_size * n, …], only on `root`; None for a new array. On `root`, `x` may be `root`'s rows of
-                `out`.
-            stream: as for `all_reduce`.
-
-        Returns:
-            On `root`, `out` or the new array; None on other ranks. Raises the errors of `all_reduce`.
-        """
-        return gather(self._collectives, x, root, out, stream)
-
-    def scatter(self, x: Any = None, root: int = 0, *, out: Any = None, stream: StreamLike = None) -> Any:
-        """Gives each rank one share of rank `root`'s `x`.
-
-        Args:
-            x: shape [world_size * n, …], only on `root`; any element type.
-            root: the rank whose array is distributed.
-            out: shape [n, …], the same on all ranks; None for a new array. On `root`, `out` may be `root`'s rows of
-                `x`.
-            stream: as for `all_reduce`.
-
-        Returns:
-            `out`, or the new array. Raises the errors of `all_reduce`.
-        """
-        return scatter(self._collectives, x, root, out, stream)
-
-    def all_to_all_v(
-        self,
-        x: Any,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        out: Any = None,
-        stream: StreamLike = None,
-    ) -> Any:
-        """Sends consecutive rows of `x` to the ranks in order, and receives the other ranks' rows in rank order.
-
-        Args:
-            x: shape [sum(send_counts), …]; any element type. The dimensions after the first are the same on all ranks.
-            send_counts: for each rank, the number of rows that this rank sends to that rank.
-            recv_counts: for each rank, the number of rows that this rank receives from that rank; the same number as in
-                that rank's ``send_counts``.
-            out: shape [sum(recv_counts), …]; None for a new array.
-            stream: as for `all_reduce`.
-
-        Returns:
-            `out`, or the new array. Raises the errors of `all_reduce`; and MismatchError if a count differs from the
-            peer's count and neither is 0: see `send`.
-        """
-        return all_to_all_v(self._collectives, x, send_counts, recv_counts, out, stream)
+        root = as_rank(self._group.world_size, root, "root")
+        if self._group.rank == root:
+            if isinstance(out, tuple):
+                input_view(self._group, out, "out")  # raises an error for an empty tuple, which means DROPPED
+            return run(self._collectives, REDUCE, x, out, op, root, algorithm, stream=stream)
+        run(self._collectives, REDUCE, x, DROPPED, op, root, algorithm, stream=stream)
+        return None
 
     # -- programs of collectives ---
 
@@ -349,56 +230,6 @@ class CollectiveCalls:
         return run(self._collectives, EXECUTE, x, out, algorithm=ExecutionPlan.load(plan), stream=stream)
 
     # -- transfers between pairs of ranks ---
-
-    def prepare_transfers(self) -> None:
-        """Sets up transfers between ranks. All ranks call this together.
-
-        Without this call, the first `send`, `recv` or `transfers` sets up the transfers, and waits for all ranks. Call
-        `prepare_transfers` first if not all ranks take part in the first transfer, or if transfers and collectives run
-        in different threads: if two threads of a rank wait for all ranks at the same time, the communicator fails, or
-        one of the threads raises ConcurrentCallError.
-        """
-        self._group.failure.require_usable()
-        self._collectives.flows()
-
-    def send(self, x: Any, peer: int, *, stream: StreamLike = None) -> None:
-        """Sends an array to a rank, which receives it with `recv`. A rank's sends to a peer arrive in order.
-
-        Data that does not fit into the peer's scratch memory (some hundred KiB) waits for the peer's `recv`.
-
-        A transfer of an empty array does nothing. If only one rank's array is empty, no error is raised, and the other
-        rank's transfer is matched with the pair's next transfer.
-
-        Args:
-            x: any contiguous array, with the number of bytes that the peer receives.
-            peer: another rank.
-            stream: as for `all_reduce`. Transfers on different streams run concurrently; transfers with the same peer
-                in the same direction run in order.
-
-        Raises:
-            ArgumentError: an argument is wrong, and nothing was sent.
-            MismatchError: the peer receives a different number of bytes, and neither number is 0.
-            CommunicatorError: a rank failed; see its subclasses.
-        """
-        send(self._collectives, x, peer, stream)
-
-    def recv(self, out: Any, peer: int, *, stream: StreamLike = None) -> Any:
-        """Receives an array from a rank. The arguments and errors are those of `send`. Returns `out`."""
-        return recv(self._collectives, out, peer, stream)
-
-    def transfers(self, *, stream: StreamLike = None) -> Transfers:
-        """Returns a context that collects sends and receives, and issues them together, by one launch, at the end of
-        the ``with`` block.
-
-        ``with comm.transfers() as t: t.send(x, right); t.recv(y, left)``. Within a block no transfer waits for another.
-        So the order of transfers with different peers does not matter, and an array that is received may not overlap
-        another array of the block.
-
-        Args:
-            stream: as for `all_reduce`.
-        """
-        self._group.failure.require_usable()
-        return Transfers(self._collectives, stream)
 
     def barrier(self, *, stream: StreamLike = None) -> None:
         """Waits, on the stream, until all ranks have made this call. Raises the errors of `all_reduce`."""

@@ -156,7 +156,6 @@ class Communicator(CollectiveCalls):
         linger: float | None = None,
     ) -> None:
         warn_of_unknown()
-        array_libraries.keep_opaque(CollectiveCalls)
         array_libraries.keep_opaque(Communicator)
         _require_instance("idle", idle, IdlePolicy)
         _require_instance("rdma", rdma, RdmaOptions)

@@ -5,6 +5,7 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #include <stdint.h>
+#include <string.h>
 #include <structmember.h>
 
 #include "python_errors.h"
@@ -41,6 +42,16 @@ static inline void proxyccl_free(PyObject* object, inquiry clear) {
 #define PROXYCCL_COLLECT_ALL(name, Type, REFERENCES) \
   PROXYCCL_COLLECT(name, Type, REFERENCES)           \
   static void name##_end(PyObject* object) { proxyccl_free(object, name##_clear); }
+
+/* Adds a type to a module, under the last part of `name`. Makes the type first if `*type` is NULL, so that there is one
+ * type per process. `base` is NULL if the type has no other base than object. `flags` are added to Py_TPFLAGS_DEFAULT.
+ * Returns 0, or -1 with an exception set. */
+static inline int proxyccl_add_type(PyObject* module, PyTypeObject** type, PyTypeObject* base, const char* name,
+                                    size_t size, unsigned long flags, PyType_Slot* slots) {
+  PyType_Spec spec = {name, (int)size, 0, (unsigned)(Py_TPFLAGS_DEFAULT | flags), slots};
+  if (*type == NULL) *type = (PyTypeObject*)PyType_FromSpecWithBases(&spec, (PyObject*)base);
+  return *type == NULL ? -1 : PyModule_AddObjectRef(module, strrchr(name, '.') + 1, (PyObject*)*type);
+}
 
 /* Returns 1 if a call has `wanted` arguments; otherwise sets a TypeError and returns 0. `call` is the signature in the
  * error. */

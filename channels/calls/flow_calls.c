@@ -646,19 +646,12 @@ static PyType_Slot slots[] = {
     {Py_tp_new, make},        {Py_tp_dealloc, end},       {Py_tp_traverse, flow_traverse},
     {Py_tp_methods, methods}, {Py_tp_getset, attributes}, {0, NULL},
 };
-static PyType_Spec spec = {
-    .name = "proxyccl.channels.calls._calls.FlowCalls",
-    .basicsize = sizeof(FlowCalls),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = slots,
-};
 
 int proxyccl_add_flow_calls(PyObject* module) {
   if (state_name == NULL) state_name = PyUnicode_InternFromString("state");
   if (open_name == NULL) open_name = PyUnicode_InternFromString("open");
   if (state_name == NULL || open_name == NULL) return -1;
-  PyObject* type = PyType_FromSpec(&spec);
-  const int added = type == NULL ? -1 : PyModule_AddObjectRef(module, "FlowCalls", type);
-  Py_XDECREF(type);
-  return added;
+  static PyTypeObject* type;
+  return proxyccl_add_type(module, &type, NULL, "proxyccl.channels.calls._calls.FlowCalls", sizeof(FlowCalls),
+                           Py_TPFLAGS_HAVE_GC, slots);
 }

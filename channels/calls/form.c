@@ -115,14 +115,8 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
 static PyType_Slot slots[] = {
     {Py_tp_new, make}, {Py_tp_dealloc, end}, {Py_tp_traverse, traverse}, {Py_tp_clear, let_go}, {0, NULL},
 };
-static PyType_Spec spec = {
-    .name = "proxyccl.channels.calls._calls.Form",
-    .basicsize = sizeof(CallForm),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = slots,
-};
 
 int proxyccl_add_form(PyObject* module) {
-  if (form_type == NULL) form_type = (PyTypeObject*)PyType_FromSpec(&spec);
-  return form_type == NULL ? -1 : PyModule_AddObjectRef(module, "Form", (PyObject*)form_type);
+  return proxyccl_add_type(module, &form_type, NULL, "proxyccl.channels.calls._calls.Form", sizeof(CallForm),
+                           Py_TPFLAGS_HAVE_GC, slots);
 }

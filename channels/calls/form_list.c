@@ -224,28 +224,17 @@ static PyType_Slot slots[] = {
     {Py_tp_new, make},     {Py_tp_dealloc, end},     {Py_tp_traverse, traverse},
     {Py_tp_clear, let_go}, {Py_tp_methods, methods}, {0, NULL},
 };
-static PyType_Spec spec = {
-    .name = "proxyccl.channels.calls._calls.FormList",
-    .basicsize = sizeof(FormList),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = slots,
-};
 
 /* Types that derive from ListedForm add slots. */
 static PyType_Slot form_slots[] = {{0, NULL}};
-static PyType_Spec form_spec = {
-    .name = "proxyccl.channels.calls._calls.ListedForm",
-    .basicsize = sizeof(ListedForm),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = form_slots,
-};
 
 PyTypeObject* proxyccl_listed_form;
 
 int proxyccl_add_form_list(PyObject* module) {
-  static PyTypeObject* list_type; /* the type is made once per process */
-  if (list_type == NULL) list_type = (PyTypeObject*)PyType_FromSpec(&spec);
-  if (proxyccl_listed_form == NULL) proxyccl_listed_form = (PyTypeObject*)PyType_FromSpec(&form_spec);
-  if (list_type == NULL || proxyccl_listed_form == NULL) return -1;
-  return PyModule_AddObjectRef(module, "FormList", (PyObject*)list_type);
+  static PyTypeObject* list_type;
+  if (proxyccl_add_type(module, &proxyccl_listed_form, NULL, "proxyccl.channels.calls._calls.ListedForm",
+                        sizeof(ListedForm), Py_TPFLAGS_BASETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION, form_slots) != 0)
+    return -1;
+  return proxyccl_add_type(module, &list_type, NULL, "proxyccl.channels.calls._calls.FormList", sizeof(FormList),
+                           Py_TPFLAGS_HAVE_GC, slots);
 }

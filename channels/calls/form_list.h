@@ -29,7 +29,7 @@ typedef struct ListedForm {
 
 extern PyTypeObject* proxyccl_listed_form;
 
-/* Adds the type FormList to the module, and makes the type of ListedForm. Returns 0, or -1 with an exception. */
+/* Adds the types ListedForm and FormList to the module. Returns 0, or -1 with an exception. */
 int proxyccl_add_form_list(PyObject* module);
 /* Reads an array, which must not be None. Returns 1 with references to release; 0 if C can't read the array, or -1 with
  * an exception that the program raised. */

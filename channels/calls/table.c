@@ -482,14 +482,8 @@ static PyType_Slot slots[] = {
     {Py_tp_new, make},        {Py_tp_dealloc, end},     {Py_tp_traverse, traverse}, {Py_tp_clear, let_go},
     {Py_tp_methods, methods}, {Py_tp_members, members}, {Py_tp_getset, attributes}, {0, NULL},
 };
-static PyType_Spec spec = {
-    .name = "proxyccl.channels.calls._calls.Calls",
-    .basicsize = sizeof(Calls),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = slots,
-};
 
-static PyTypeObject* calls_type; /* the type is made once per process */
+static PyTypeObject* calls_type;
 
 int proxyccl_require_calls(PyObject* object) {
   if (PyObject_TypeCheck(object, calls_type)) return 1;
@@ -504,12 +498,12 @@ void proxyccl_count(PyObject* calls, int made, int prepared) {
 }
 
 int proxyccl_add_calls(PyObject* module) {
-  if (calls_type == NULL) calls_type = (PyTypeObject*)PyType_FromSpec(&spec);
-  if (calls_type == NULL || PyModule_AddIntConstant(module, "MOST_FORMS", PROXYCCL_MOST_FORMS) != 0 ||
+  if (PyModule_AddIntConstant(module, "MOST_FORMS", PROXYCCL_MOST_FORMS) != 0 ||
       PyModule_AddIntConstant(module, "MOST_DIMENSIONS", PROXYCCL_MOST_DIMENSIONS) != 0 ||
       PyModule_AddIntConstant(module, "LEAST_LENT_BYTES", LEAST_LENT_BYTES) != 0 ||
       PyModule_AddIntConstant(module, "NAMED_BY_PROXIES", PROXYCCL_NAMED_BY_PROXIES) != 0 ||
       PyModule_AddIntConstant(module, "RECEIVED_BY_PROXIES", PROXYCCL_RECEIVED_BY_PROXIES) != 0)
     return -1;
-  return PyModule_AddObjectRef(module, "Calls", (PyObject*)calls_type);
+  return proxyccl_add_type(module, &calls_type, NULL, "proxyccl.channels.calls._calls.Calls", sizeof(Calls),
+                           Py_TPFLAGS_HAVE_GC, slots);
 }

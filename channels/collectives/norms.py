@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from proxyccl.channels.collectives.reductions import launchable_of, steps_of_all
 from proxyccl.channels.collectives.request import Request, request_of
 from proxyccl.channels.collectives.run import issue
 from proxyccl.channels.collectives.table import NORM_KERNELS
+from proxyccl.channels.group import Group
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DType, as_dtype
@@ -102,47 +104,92 @@ class _Rows(NamedTuple):
         return all(number % ALIGNMENT == 0 for number in (self.row_bytes, *addresses))
 
 
-def all_reduce_rms_norm(
-    collectives: Collectives,
-    x: Any,
-    residual: Any,
-    weight: Any,
-    eps: float,
-    weight_bias: float,
-    out: Any,
-    residual_out: Any,
-    scales: Any,
-    quantize: Any,
-    algorithm: str | None,
-    cta_policy: str | None,
-    stream: StreamLike,
-) -> NormedRows:
-    """See `Communicator.all_reduce_rms_norm`."""
-    by_row = isinstance(quantize, str)
-    if by_row and quantize != "float8":
-        raise ArgumentError("quantize", f"must be None, 'float8' or an array of one float32, not {quantize!r}")
-    if weight is None and (quantize is not None or out is not None or weight_bias):
-        raise ArgumentError("weight", "expected an array, because `out`, `quantize` and `weight_bias` need normed rows")
-    if scales is not None and not by_row:
-        raise ArgumentError("scales", "expected None without quantize='float8'")
-    inputs = {"x": x, "residual": residual, "weight": weight, "quantize": None if by_row else quantize}
-    outputs = {"out": out, "residual_out": residual_out, "scales": scales}
-    made = ["residual_out", *([] if weight is None else ["out"]), *(["scales"] if by_row else [])]
-    missing = [name for name in made if outputs[name] is None]
-    if missing:
-        source = input_view(collectives.group, x, "x")
-        outputs.update((name, _new(collectives, source, name, float8=quantize is not None)) for name in missing)
-    inputs, outputs = (
-        {name: each for name, each in arrays.items() if each is not None} for arrays in (inputs, outputs)
-    )
-    prepare = collectives.preparing.get(all_reduce_rms_norm)
-    if prepare is None:
-        prepare = collectives.preparing.setdefault(all_reduce_rms_norm, _Preparer(collectives))
-    epsilon = _as_float32("eps", eps, 0)
-    bias = _as_float32("weight_bias", weight_bias, -_MOST_NUMBER) if weight_bias else 0.0
-    options = tuple(_Options(prepare, algorithm, cta_policy, epsilon, bias, (*inputs,), (*outputs,)))
-    issue(collectives, (*inputs.values(),), (*outputs.values(),), options, stream, names=((*inputs,), (*outputs,)))
-    return NormedRows(outputs.get("out"), outputs["residual_out"], outputs.get("scales"))
+class NormCalls:
+    """The method of `Communicator` for reductions that also normalize rows."""
+
+    _group: Group
+    _collectives: Collectives
+
+    def all_reduce_rms_norm(
+        self,
+        x: Any,
+        residual: Any,
+        weight: Any,
+        eps: float,
+        *,
+        weight_bias: float = 0.0,
+        out: Any = None,
+        residual_out: Any = None,
+        scales: Any = None,
+        quantize: Any = None,
+        algorithm: str | None = None,
+        cta_policy: str | None = None,
+        stream: StreamLike = None,
+    ) -> NormedRows:
+        """Adds the ranks' rows and a residual, and normalizes each row by RMSNorm. All ranks call this together, with
+        the same residual, weight and options; only the places of results may differ.
+
+        The result `residual` is the sum of the ranks' `x`, with the same bits as from `all_reduce`, plus the argument
+        `residual`, rounded to the element type. The result `out` is ``residual / sqrt(mean(residual**2) + eps) *
+        (weight + weight_bias)`` with the mean of each row, computed in float32 and rounded once. A row's bits may
+        depend on the number of rows only if `tune` has chosen algorithms that add in different orders, which
+        `invariant` prevents. Within a node, the call is one launch if rows are multiples of 16 bytes.
+
+        Args:
+            x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, with a width of at most
+                262,144; the same shape on all ranks.
+            residual: an array like `x`; None to add nothing.
+            weight: an array [width] of the type of `x`; None to add without normalizing.
+            eps: added to the mean of squares.
+            weight_bias: added to each weight, in float32; 1 for Gemma's norms. Needs a weight unless it is 0.
+            out: where `out` goes: an array like `x`, of float8_e4m3fn with `quantize`; may be `x` or `residual`; None
+                for a new array.
+            residual_out: where `residual` goes: an array like `x`; may be `x` or `residual`; None for a new array.
+            scales: where the scales go: an array [..., 1] of float32; None for a new array.
+            quantize: "float8" for one scale per row, returned in `scales`: the row's greatest magnitude divided by 448;
+                or an array of one float32, the scale of all rows. With `quantize`, `out` is the normalized row divided
+                by its scale, and saturates at 448. None rounds to the type of `x`.
+            algorithm, cta_policy: as for `all_reduce`. With "one_shot" and "two_shot_packets" the call is one launch;
+                with other algorithms it is an all_reduce, followed by a launch that normalizes the rows, even under the
+                policy "zero".
+            stream: as for `all_reduce`.
+
+        Returns:
+            `out`, `residual` and `scales`. `out` is None without `weight`; `scales` is None without
+                `quantize="float8"`.
+
+        Raises the errors of `all_reduce`, MismatchError also if ranks differ in `eps`, `weight_bias` or `quantize`, or
+        in whether they pass a residual and a weight; and ArgumentError for an array of a wrong shape or type, for
+        arrays that overlap in part, and for options that contradict each other.
+        """
+        collectives = self._collectives
+        by_row = isinstance(quantize, str)
+        if by_row and quantize != "float8":
+            raise ArgumentError("quantize", f"must be None, 'float8' or an array of one float32, not {quantize!r}")
+        if weight is None and (quantize is not None or out is not None or weight_bias):
+            raise ArgumentError(
+                "weight", "expected an array, because `out`, `quantize` and `weight_bias` need normed rows"
+            )
+        if scales is not None and not by_row:
+            raise ArgumentError("scales", "expected None without quantize='float8'")
+        inputs = {"x": x, "residual": residual, "weight": weight, "quantize": None if by_row else quantize}
+        outputs = {"out": out, "residual_out": residual_out, "scales": scales}
+        made = ["residual_out", *([] if weight is None else ["out"]), *(["scales"] if by_row else [])]
+        missing = [name for name in made if outputs[name] is None]
+        if missing:
+            source = input_view(self._group, x, "x")
+            outputs.update((name, _new(collectives, source, name, float8=quantize is not None)) for name in missing)
+        inputs, outputs = (
+            {name: each for name, each in arrays.items() if each is not None} for arrays in (inputs, outputs)
+        )
+        prepare = collectives.preparing.get(NormCalls)
+        if prepare is None:
+            prepare = collectives.preparing.setdefault(NormCalls, functools.partial(_prepare, collectives))
+        epsilon = _as_float32("eps", eps, 0)
+        bias = _as_float32("weight_bias", weight_bias, -_MOST_NUMBER) if weight_bias else 0.0
+        options = tuple(_Options(prepare, algorithm, cta_policy, epsilon, bias, (*inputs,), (*outputs,)))
+        issue(collectives, (*inputs.values(),), (*outputs.values(),), options, stream, names=((*inputs,), (*outputs,)))
+        return NormedRows(outputs.get("out"), outputs["residual_out"], outputs.get("scales"))
 
 
 def _as_float32(name: str, given: Any, least: float) -> float:
@@ -162,87 +209,80 @@ def _new(collectives: Collectives, x: ArrayView, name: str, *, float8: bool) -> 
     return new_like(collectives.group, x, x.shape, as_dtype(FLOAT8) if float8 and name == "out" else None)
 
 
-class _Preparer:
-    """Prepares one group's calls. A group has one `_Preparer`, because `Calls` compares it by identity."""
+def _prepare(collectives: Collectives, x: Any, out: Any, given: tuple[Any, ...], _reached: bool, logged: bool) -> Form:
+    options = _Options(*given)
+    named = dict(zip((*options.inputs, *options.outputs), (*x, *out), strict=True))
+    request = request_of("all_reduce", options.algorithm, options.cta_policy, False, collectives.standing.cta_policy)
+    rows = _check(collectives.group, named)
+    source = rows.views["x"]
+    numbers = struct.pack("2f", options.eps, options.weight_bias)
+    entry = CollectiveCall(
+        "all_reduce_rms_norm",
+        source.dtype.name,
+        "sum",
+        request.name,
+        count=source.size,
+        shape=(rows.rows, rows.width, numbers, *options.inputs, "scales" in options.outputs),
+    )
+    views = tuple(rows.views.values())
+    return collectives.prepare_form(entry, views, lambda: _launch(collectives, rows, request, options), logged=logged)
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
 
-    def __call__(self, x: Any, out: Any, given: tuple[Any, ...], _reached: bool, logged: bool) -> Form:
-        collectives, options = self._collectives, _Options(*given)
-        named = dict(zip((*options.inputs, *options.outputs), (*x, *out), strict=True))
-        request = request_of(
-            "all_reduce", options.algorithm, options.cta_policy, False, collectives.standing.cta_policy
-        )
-        rows = self._check(named)
-        source = rows.views["x"]
-        numbers = struct.pack("2f", options.eps, options.weight_bias)
-        entry = CollectiveCall(
-            "all_reduce_rms_norm",
-            source.dtype.name,
-            "sum",
-            request.name,
-            count=source.size,
-            shape=(rows.rows, rows.width, numbers, *options.inputs, "scales" in options.outputs),
-        )
-        views = tuple(rows.views.values())
-        return collectives.prepare_form(entry, views, lambda: self._launch(rows, request, options), logged=logged)
+def _check(group: Group, named: dict[str, Any]) -> _Rows:
+    views = {name: input_view(group, array, name) for name, array in named.items()}
+    x = views["x"]
+    if x.dtype.name not in _DTYPES:
+        raise ArgumentError("x", f"has element type {x.dtype}; expected one of {', '.join(_DTYPES)}")
+    if not x.shape or not 0 < x.shape[-1] <= _MOST_WIDTH:
+        raise ArgumentError("x", f"has shape {x.shape}; expected rows of 1 to {_MOST_WIDTH} elements")
+    width = x.shape[-1]
+    like, by_row = x.shape, (*x.shape[:-1], 1)
+    float8, float32 = as_dtype(FLOAT8), as_dtype("float32")
+    normed = float8 if "scales" in views or "quantize" in views else x.dtype
+    expected: dict[str, tuple[tuple[int, ...] | None, DType]] = {
+        "residual": (like, x.dtype),
+        "weight": ((width,), x.dtype),
+        "quantize": (None, float32),
+        "out": (like, normed),
+        "residual_out": (like, x.dtype),
+        "scales": (by_row, float32),
+    }
+    for name, view in views.items():
+        shape, dtype = expected.get(name, (like, x.dtype))
+        if view.dtype != dtype:
+            raise ArgumentError(name, f"has element type {view.dtype}; expected {dtype}")
+        if shape is None and view.size != 1:
+            raise ArgumentError(name, f"has {view.size} elements; expected one, the scale of all rows")
+        if shape is not None and view.shape != shape:
+            raise ArgumentError(name, f"has shape {view.shape}; expected {shape}")
+        if name in _OUTPUTS:
+            require_writable(view, name)
+    _refuse_overlaps(views)
+    return _Rows(views, x.size // width, width)
 
-    def _check(self, named: dict[str, Any]) -> _Rows:
-        group = self._collectives.group
-        views = {name: input_view(group, array, name) for name, array in named.items()}
-        x = views["x"]
-        if x.dtype.name not in _DTYPES:
-            raise ArgumentError("x", f"has element type {x.dtype}; expected one of {', '.join(_DTYPES)}")
-        if not x.shape or not 0 < x.shape[-1] <= _MOST_WIDTH:
-            raise ArgumentError("x", f"has shape {x.shape}; expected rows of 1 to {_MOST_WIDTH} elements")
-        width = x.shape[-1]
-        like, by_row = x.shape, (*x.shape[:-1], 1)
-        float8, float32 = as_dtype(FLOAT8), as_dtype("float32")
-        normed = float8 if "scales" in views or "quantize" in views else x.dtype
-        expected: dict[str, tuple[tuple[int, ...] | None, DType]] = {
-            "residual": (like, x.dtype),
-            "weight": ((width,), x.dtype),
-            "quantize": (None, float32),
-            "out": (like, normed),
-            "residual_out": (like, x.dtype),
-            "scales": (by_row, float32),
-        }
-        for name, view in views.items():
-            shape, dtype = expected.get(name, (like, x.dtype))
-            if view.dtype != dtype:
-                raise ArgumentError(name, f"has element type {view.dtype}; expected {dtype}")
-            if shape is None and view.size != 1:
-                raise ArgumentError(name, f"has {view.size} elements; expected one, the scale of all rows")
-            if shape is not None and view.shape != shape:
-                raise ArgumentError(name, f"has shape {view.shape}; expected {shape}")
-            if name in _OUTPUTS:
-                require_writable(view, name)
-        _refuse_overlaps(views)
-        return _Rows(views, x.size // width, width)
 
-    def _launch(self, rows: _Rows, request: Request, options: _Options) -> Launchable:
-        collectives, source = self._collectives, rows.views["x"]
-        group, dtype, row_bytes = collectives.group, source.dtype, rows.row_bytes
-        runtime, defaults = group.runtime, group.runtime.launch_defaults
-        alone = group.world_size == 1
-        chosen = "alone" if alone else collectives.choose("all_reduce", request, dtype, source.nbytes)
-        packets = None if alone or chosen == "hierarchical" else collectives.team().packets
-        if request.algorithm is None and chosen not in ("proxy", "hierarchical"):
-            chosen = "one_shot" if chosen == "one_shot" or group.world_size == 2 else "two_shot_packets"
-        if packets is not None and chosen in NORM_KERNELS and row_bytes % ALIGNMENT == 0:
-            shape = packets.row_shape(rows.rows, row_bytes)
-            blocks, team = packets.of_rows(shape, rows.rows, request.cta_policy)
-            return rows.launch(runtime, shape, chosen, source.ptr, options, blocks, team)
-        lines = packets is not None and len(packets.scratch) > 1  # if packets are lines, sums have another order
-        shape = RowShape.of(defaults, row_bytes, None, lines=lines)
-        blocks = min(rows.rows, _NORMS_AT_ONCE * defaults.blocks)
-        if alone:
-            return rows.launch(runtime, shape, None, source.ptr, options, blocks)
-        summed = collectives.scratch(source.nbytes)
-        target = ArrayView(summed.ptr, source.shape, dtype, source.device, True, summed)
-        reduced = steps_of_all_reduce(collectives, Call(None, None, source, target, "sum", None, request), chosen)
-        return launchable_of(collectives, [*reduced, rows.launch(runtime, shape, None, summed.ptr, options, blocks)])
+def _launch(collectives: Collectives, rows: _Rows, request: Request, options: _Options) -> Launchable:
+    group, source, row_bytes = collectives.group, rows.views["x"], rows.row_bytes
+    dtype = source.dtype
+    runtime, defaults = group.runtime, group.runtime.launch_defaults
+    alone = group.world_size == 1
+    chosen = "alone" if alone else collectives.choose("all_reduce", request, dtype, source.nbytes)
+    packets = None if alone or chosen == "hierarchical" else collectives.team().packets
+    if request.algorithm is None and chosen not in ("proxy", "hierarchical"):
+        chosen = "one_shot" if chosen == "one_shot" or group.world_size == 2 else "two_shot_packets"
+    if packets is not None and chosen in NORM_KERNELS and row_bytes % ALIGNMENT == 0:
+        shape = packets.row_shape(rows.rows, row_bytes)
+        blocks, team = packets.of_rows(shape, rows.rows, request.cta_policy)
+        return rows.launch(runtime, shape, chosen, source.ptr, options, blocks, team)
+    lines = packets is not None and len(packets.scratch) > 1  # if packets are lines, sums have another order
+    shape = RowShape.of(defaults, row_bytes, None, lines=lines)
+    blocks = min(rows.rows, _NORMS_AT_ONCE * defaults.blocks)
+    if alone:
+        return rows.launch(runtime, shape, None, source.ptr, options, blocks)
+    summed = collectives.scratch(source.nbytes)
+    target = ArrayView(summed.ptr, source.shape, dtype, source.device, True, summed)
+    reduced = steps_of_all_reduce(collectives, Call(None, None, source, target, "sum", None, request), chosen)
+    return launchable_of(collectives, [*reduced, rows.launch(runtime, shape, None, summed.ptr, options, blocks)])
 
 
 def _refuse_overlaps(views: dict[str, ArrayView]) -> None:

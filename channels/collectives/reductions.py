@@ -14,7 +14,6 @@ from proxyccl.channels.collectives.collective import Call, Collective, Options
 from proxyccl.channels.collectives.collectives import WIDE_PARTS_BYTES, Collectives
 from proxyccl.channels.collectives.reduce_schedules import all_reduce_steps, prepare_reduce_scatter
 from proxyccl.channels.collectives.request import CtaPolicy, Request
-from proxyccl.channels.collectives.run import run
 from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS, sends_through_pinned_memory
 from proxyccl.channels.collectives.table import (
     ALL_REDUCE_KERNELS,
@@ -26,12 +25,10 @@ from proxyccl.channels.collectives.table import (
 )
 from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.group import Group
-from proxyccl.channels.ranks import as_rank
 from proxyccl.channels.schedules.rings import Step
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DTYPES
 from proxyccl.device.kernel import Launch
-from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import StreamOperations
 from proxyccl.proxy.schedule import Schedule
 
@@ -240,7 +237,7 @@ class _Levels(Struct, Generic[_BetweenStep], frozen=True):
 
 
 DROPPED = ()
-"""Passed as the output on the ranks that drop the result."""
+"""Passed as the output on the ranks that drop the result of a reduce."""
 
 
 class _Reduce(_AllReduce):
@@ -263,22 +260,7 @@ class _Reduce(_AllReduce):
 
 
 REDUCE = _Reduce()
-
-
-def reduce(
-    collectives: Collectives, x: Any, op: str, root: int, out: Any, algorithm: str | None, stream: StreamLike
-) -> Any:
-    """See `Communicator.reduce`. Runs an all_reduce whose result only the root keeps, because for short arrays no
-    shipped kernel sends less data.
-    """
-    group = collectives.group
-    root = as_rank(group.world_size, root, "root")
-    if group.rank == root:
-        if isinstance(out, tuple):
-            input_view(group, out, "out")  # raises an error for an empty tuple, which `check` would mistake for DROPPED
-        return run(collectives, REDUCE, x, out, op, root, algorithm, stream=stream)
-    run(collectives, REDUCE, x, DROPPED, op, root, algorithm, stream=stream)
-    return None
+"""See `Communicator.reduce`. For short arrays, no shipped kernel sends less data than an all_reduce."""
 
 
 class _ReduceScatter(Collective):

@@ -191,6 +191,6 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
 }
 
 int proxyccl_add_combine_form(PyObject* module) {
-  static PyTypeObject* type; /* the type is made once per process */
+  static PyTypeObject* type;
   return proxyccl_add_layer_form(module, &type, "proxyccl.channels.calls._calls.CombineForm", sizeof(Form), make, NULL);
 }

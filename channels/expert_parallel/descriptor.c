@@ -101,14 +101,8 @@ static PyType_Slot slots[] = {
     {Py_tp_members, members},
     {0, NULL},
 };
-static PyType_Spec spec = {
-    .name = "proxyccl.channels.calls._calls.Descriptor",
-    .basicsize = sizeof(Descriptor),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
-    .slots = slots,
-};
 
 int proxyccl_add_descriptor(PyObject* module) {
-  if (descriptor_type == NULL) descriptor_type = (PyTypeObject*)PyType_FromSpec(&spec);
-  return descriptor_type == NULL ? -1 : PyModule_AddObjectRef(module, "Descriptor", (PyObject*)descriptor_type);
+  return proxyccl_add_type(module, &descriptor_type, NULL, "proxyccl.channels.calls._calls.Descriptor",
+                           sizeof(Descriptor), Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, slots);
 }

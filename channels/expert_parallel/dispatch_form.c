@@ -327,7 +327,7 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 int proxyccl_add_dispatch_form(PyObject* module) {
-  static PyTypeObject* type; /* the type is made once per process */
+  static PyTypeObject* type;
   return proxyccl_add_layer_form(module, &type, "proxyccl.channels.calls._calls.DispatchForm", sizeof(Form), make,
                                  methods);
 }

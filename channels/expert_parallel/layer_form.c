@@ -36,10 +36,7 @@ int proxyccl_add_layer_form(PyObject* module, PyTypeObject** type, const char* n
       {0, NULL},
   };
   if (methods == NULL) slots[3] = (PyType_Slot){0, NULL};
-  PyType_Spec spec = {
-      .name = name, .basicsize = (int)size, .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, .slots = slots};
-  if (*type == NULL) *type = (PyTypeObject*)PyType_FromSpecWithBases(&spec, (PyObject*)proxyccl_listed_form);
-  return *type == NULL ? -1 : PyModule_AddObjectRef(module, strrchr(name, '.') + 1, (PyObject*)*type);
+  return proxyccl_add_type(module, type, proxyccl_listed_form, name, size, Py_TPFLAGS_HAVE_GC, slots);
 }
 
 PyObject* proxyccl_owners(const CallArrays* arrays) {
@@ -158,14 +155,8 @@ static PyType_Slot slots[] = {
     {Py_tp_dealloc, sent_end}, {Py_tp_traverse, sent_traverse}, {Py_tp_clear, sent_clear},
     {Py_tp_methods, methods},  {Py_tp_members, members},        {0, NULL},
 };
-static PyType_Spec spec = {
-    .name = "proxyccl.channels.calls._calls.SentCall",
-    .basicsize = sizeof(SentCall),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = slots,
-};
 
 int proxyccl_add_sent_call(PyObject* module) {
-  if (sent_type == NULL) sent_type = (PyTypeObject*)PyType_FromSpec(&spec);
-  return sent_type == NULL ? -1 : PyModule_AddObjectRef(module, "SentCall", (PyObject*)sent_type);
+  return proxyccl_add_type(module, &sent_type, NULL, "proxyccl.channels.calls._calls.SentCall", sizeof(SentCall),
+                           Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots);
 }

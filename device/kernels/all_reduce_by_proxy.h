@@ -25,32 +25,9 @@
 #include "exchange.h"
 #include "instance.h"
 #include "reduce_ranks.h"
+#include "reduce_scatter.h"
 
 namespace proxyccl {
-
-// An all-reduce in which each rank sends its whole array to every peer, so the data crosses links once, but a rank
-// sends (n-1) times the array's bytes. This algorithm is for links without packets, if there are two ranks or if data
-// is so short that the links' latency determines the time. If all peers are mapped, one block does all the work.
-template <class T, class Op>
-PROXYCCL_DEVICE void allReduceInOneCrossing(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
-  Exchange exchange(team);
-  const Lane& lane = exchange.lane();
-  const uint32_t rank = team.rank, ranks = team.world_size;
-  exchange.forEachRound(
-      count, sizeof(T),
-      [&](uint64_t offset, uint64_t size) {
-        for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in + offset, size * sizeof(T));
-      },
-      [&](uint64_t offset, uint64_t size) {
-        const T* mine = in + offset;
-        T* result = out + offset;
-        reduceRanks<T, Op>(
-            ranks, team.divisor, size, isAligned16(mine) && isAligned16(result), lane.thread(), lane.threads(),
-            [&](uint32_t source) { return source == rank ? mine : reinterpret_cast<const T*>(exchange.inbox(source)); },
-            [&](uint64_t i, const auto& sum) { sum.store(result + i); });
-      });
-  exchange.finish();
-}
 
 template <class T, class Op>
 PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
@@ -131,7 +108,10 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
 template <class T, class Op>
 PROXYCCL_DEVICE void all_reduce_by_proxy(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
   if (count * sizeof(T) <= team.one_crossing_bytes) {
-    allReduceInOneCrossing<T, Op>(team, in, out, count);
+    // Each rank sends its whole array to every peer: the data crosses links once, but a rank sends (n-1) times the
+    // array's bytes. This is faster if there are two ranks, or if data is so short that the links' latency determines
+    // the time. If all peers are mapped, one block does all the work.
+    reduceInRounds<T, Op>(team, in, 0, out, count);
   } else {
     allReduceInPieces<T, Op>(team, in, out, count);
   }

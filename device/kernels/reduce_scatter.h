@@ -43,11 +43,11 @@ class ReduceScatterInPieces : ScatteredReduction<T, Op> {
   T* out_;
 };
 
-// `count` is the number of elements per rank: `in` has world_size * count elements, `out` has count. If team.pieces is
-// not 0, the call is divided into pieces, and team.share is `count`.
+// Every rank sends every peer `count` elements, in rounds (exchange.h), and reduces what it receives, in rank order,
+// into `out`. The elements for rank p begin at in + p * stride. With a stride of 0, all ranks reduce the same elements,
+// so all get the whole result after the data has crossed the links once.
 template <class T, class Op>
-PROXYCCL_DEVICE void reduce_scatter(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
-  if (team.pieces != 0) return ReduceScatterInPieces<T, Op>(team, in, out).run();
+PROXYCCL_DEVICE void reduceInRounds(const ProxycclTeam& team, const T* in, uint64_t stride, T* out, uint64_t count) {
   Exchange exchange(team);
   const Lane& lane = exchange.lane();
   const uint32_t rank = team.rank, ranks = team.world_size;
@@ -56,11 +56,11 @@ PROXYCCL_DEVICE void reduce_scatter(const ProxycclTeam& team, const T* in, T* ou
       [&](uint64_t offset, uint64_t n) {
         for (uint32_t i = 1; i < ranks; ++i) {
           const uint32_t peer = (rank + i) % ranks;
-          exchange.send(peer, in + peer * count + offset, n * sizeof(T));
+          exchange.send(peer, in + peer * stride + offset, n * sizeof(T));
         }
       },
       [&](uint64_t offset, uint64_t n) {
-        const T* mine = in + rank * count + offset;
+        const T* mine = in + rank * stride + offset;
         T* result = out + offset;
         reduceRanks<T, Op>(
             ranks, team.divisor, n, isAligned16(mine) && isAligned16(result), lane.thread(), lane.threads(),
@@ -68,6 +68,14 @@ PROXYCCL_DEVICE void reduce_scatter(const ProxycclTeam& team, const T* in, T* ou
             [&](uint64_t i, const auto& sum) { sum.store(result + i); });
       });
   exchange.finish();
+}
+
+// `count` is the number of elements per rank: `in` has world_size * count elements, `out` has count. If team.pieces is
+// not 0, the call is divided into pieces, and team.share is `count`.
+template <class T, class Op>
+PROXYCCL_DEVICE void reduce_scatter(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
+  if (team.pieces != 0) return ReduceScatterInPieces<T, Op>(team, in, out).run();
+  reduceInRounds<T, Op>(team, in, count, out, count);
 }
 
 }  // namespace proxyccl

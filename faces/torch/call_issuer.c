@@ -211,12 +211,6 @@ static PyType_Slot slots[] = {
     {Py_tp_members, members},
     {0, NULL},
 };
-static PyType_Spec spec = {
-    .name = "proxyccl.torch._device_calls.CallIssuer",
-    .basicsize = sizeof(CallIssuer),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = slots,
-};
 
 static int intern_names(void) {
   is_here = PyUnicode_InternFromString("is_here");
@@ -231,7 +225,8 @@ static int add_types(PyObject* module) {
   if (PyModule_AddIntConstant(module, "ADDED_BETWEEN", ADDED_BETWEEN) != 0) return -1;
   if (proxyccl_add_queued_call(module) != 0) return -1;
   static PyTypeObject* type;
-  return proxyccl_add_type(module, &type, &spec, "CallIssuer");
+  return proxyccl_add_type(module, &type, NULL, "proxyccl.torch._device_calls.CallIssuer", sizeof(CallIssuer),
+                           Py_TPFLAGS_HAVE_GC, slots);
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_types}, {0, NULL}};

@@ -166,22 +166,10 @@ static PyMemberDef gpu_members[] = {{"owner", T_OBJECT, offsetof(Gpu, owner), RE
 static PyType_Slot gpu_slots[] = {{Py_tp_new, make_gpu},          {Py_tp_dealloc, gpu_end},
                                   {Py_tp_traverse, gpu_traverse}, {Py_tp_methods, gpu_methods},
                                   {Py_tp_members, gpu_members},   {0, NULL}};
-static PyType_Spec gpu_spec = {
-    .name = "proxyccl.torch._device_calls.Gpu",
-    .basicsize = sizeof(Gpu),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = gpu_slots,
-};
 static PyMethodDef mark_methods[] = {
     {"query", query, METH_NOARGS, NULL}, {"hold", hold_mark, METH_O, NULL}, {NULL, NULL, 0, NULL}};
 static PyType_Slot mark_slots[] = {
     {Py_tp_dealloc, end_mark}, {Py_tp_call, call_query}, {Py_tp_methods, mark_methods}, {0, NULL}};
-static PyType_Spec mark_spec = {
-    .name = "proxyccl.torch._device_calls.StreamMark",
-    .basicsize = sizeof(StreamMark),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = mark_slots,
-};
 
 /* -- calls -- */
 
@@ -350,20 +338,13 @@ static PyType_Slot call_slots[] = {
     {Py_tp_members, call_members},
     {0, NULL},
 };
-static PyType_Spec call_spec = {
-    .name = "proxyccl.torch._device_calls.QueuedCall",
-    .basicsize = sizeof(QueuedCall),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = call_slots,
-};
-
-int proxyccl_add_type(PyObject* module, PyTypeObject** type, PyType_Spec* spec, const char* name) {
-  if (*type == NULL) *type = (PyTypeObject*)PyType_FromSpec(spec);
-  return *type == NULL ? -1 : PyModule_AddObjectRef(module, name, (PyObject*)*type);
-}
 
 int proxyccl_add_queued_call(PyObject* module) {
-  if (proxyccl_add_type(module, &proxyccl_gpu_type, &gpu_spec, "Gpu") != 0) return -1;
-  if (proxyccl_add_type(module, &mark_type, &mark_spec, "StreamMark") != 0) return -1;
-  return proxyccl_add_type(module, &call_type, &call_spec, "QueuedCall");
+  if (proxyccl_add_type(module, &proxyccl_gpu_type, NULL, "proxyccl.torch._device_calls.Gpu", sizeof(Gpu),
+                        Py_TPFLAGS_HAVE_GC, gpu_slots) != 0 ||
+      proxyccl_add_type(module, &mark_type, NULL, "proxyccl.torch._device_calls.StreamMark", sizeof(StreamMark),
+                        Py_TPFLAGS_DISALLOW_INSTANTIATION, mark_slots) != 0)
+    return -1;
+  return proxyccl_add_type(module, &call_type, NULL, "proxyccl.torch._device_calls.QueuedCall", sizeof(QueuedCall),
+                           Py_TPFLAGS_HAVE_GC, call_slots);
 }

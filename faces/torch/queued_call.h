@@ -15,8 +15,6 @@ typedef struct Gpu {
 
 extern PyTypeObject* proxyccl_gpu_type;
 
-/* Adds a type to the module, and makes the type if `*type` is NULL. Returns 0, or -1 with an exception. */
-int proxyccl_add_type(PyObject* module, PyTypeObject** type, PyType_Spec* spec, const char* name);
 /* Adds the types Gpu, StreamMark and QueuedCall to the module. Returns 0, or -1 with an exception. */
 int proxyccl_add_queued_call(PyObject* module);
 /* Returns a new mark after the work that has been queued on a stream, or NULL with an exception. */

@@ -402,7 +402,7 @@ def test_calls_with_new_arrays_and_other_counts_are_made_by_c(monkeypatch: pytes
         rank = comm.rank
         comm.prepare_transfers()
         if all_are_ready.wait() == 0:
-            monkeypatch.delattr(in_python, "_issue_views")
+            monkeypatch.delattr(in_python.TransferCalls, "_issue_views")
         all_are_ready.wait()
         for rows in (3, 1, 40_000):
             sent, received = ([rows, 5], [rows, 7]) if rank == 0 else ([7, rows], [5, rows])
