@@ -172,7 +172,7 @@ class Agent:
         listeners, addresses = open_listeners(self._token, listen)
         descriptors = ffi.new("int[]", [each.detach() for each in listeners])
         handle = lib.proxyccl_agent_create(
-            name.encode(), secret, "process_vm" in allowed, descriptors, len(descriptors), losses, log
+            name.encode(), self._token, secret, "process_vm" in allowed, descriptors, len(descriptors), losses, log
         )
         if not handle:
             if ffi.errno in EXHAUSTED:
