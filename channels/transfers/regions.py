@@ -22,6 +22,7 @@ VRAM = "vram"
 """Memory of a device: of a GPU, or of the host runtime, which stands in for one."""
 
 LONGEST_LABEL = 4096
+_MOST_DROPPED = 1000
 END = 2**63
 """An address above the end of any memory."""
 
@@ -64,14 +65,18 @@ def columns_of(regions: Collection[Region], numbers: Iterable[int]) -> Rows:
     """Returns the columns that describe regions, uint64 of shape (5, N): their starts, ends, devices, the numbers of
     their registrations, and whether they are device memory.
     """
-    values = [each.address for each in regions]
-    values += [each.nbytes for each in regions]
-    values += [each.device for each in regions]
-    values += numbers
-    values += [each.kind == VRAM for each in regions]
-    columns = np.frombuffer(array("Q", values), np.uint64).reshape(5, -1)  # `np.array` would take three times as long
-    columns[1] += columns[0]
-    return columns
+    rows = array("Q")  # `np.array` would take three times as long
+    for region, number in zip(regions, numbers, strict=True):
+        rows.extend(_row_of(region, number))
+    return _columns_in(rows)
+
+
+def _row_of(region: Region, number: int) -> tuple[int, int, int, int, bool]:
+    return region.address, region.address + region.nbytes, region.device, number, region.kind == VRAM
+
+
+def _columns_in(rows: array[int]) -> Rows:
+    return np.frombuffer(rows, np.uint64).reshape(-1, 5).T
 
 
 def regions_of(columns: Rows, labels: Sequence[str]) -> list[Region]:
@@ -98,8 +103,9 @@ class Regions:
         self._again: dict[Region, int] = {}  # how often regions are registered beyond the first time
         self._columns: Rows = columns_of((), ())  # by ascending start
         self._sorted: NDArray[np.object_] = np.empty(0, object)  # the regions of `_columns`
-        self._new: dict[Region, None] = {}  # the regions that `_columns` lacks
-        self._dropped: list[int] = []  # numbers that `_columns` may still have
+        self._new: list[Region] = []  # the regions that `_columns` lacks
+        self._rows = array("Q")  # those of `_new` (`_row_of`)
+        self._dropped: list[int] = []  # numbers that `_columns` and `_rows` may still have
         self._views: dict[tuple[str, int | None], View] = {}
 
     def __contains__(self, region: Region) -> bool:
@@ -134,7 +140,8 @@ class Regions:
                 self._again[region] = self._again.get(region, 0) + 1
             if number != before:
                 self._numbers[region] = number
-                self._new[region] = None
+                self._new.append(region)
+                self._rows.extend(_row_of(region, number))
                 if before:
                     self._dropped.append(before)
 
@@ -146,10 +153,11 @@ class Regions:
         """Adds regions of another agent, with their columns. A known region's later registration replaces the known
         one.
         """
-        self._sort()
         self._dropped += map(self.number, self.among(regions))
+        self._sort()  # the numbers in `_dropped` may be among those of the new columns
         self._numbers.update(zip(regions, columns[3].tolist(), strict=True))
-        self._merge(list(regions), columns)
+        self._new += regions
+        self._rows.frombytes(columns.T.tobytes())
 
     def remove(self, regions: Sequence[Region]) -> dict[Region, int] | None:
         """Removes one registration of each region, and returns the regions that have none left, with their numbers. If
@@ -174,29 +182,25 @@ class Regions:
         """Removes the given regions, which must be present and registered once, and returns them with their numbers."""
         gone = {region: self._numbers.pop(region) for region in regions}
         self._dropped += gone.values()
-        for region in gone if self._new else ():
-            self._new.pop(region, None)
+        if len(self._dropped) > len(self._numbers) + _MOST_DROPPED:  # an owner may never query its regions
+            self._sort()
         return gone
 
     def _sort(self) -> None:
         """Applies the changes to the sorted regions."""
-        if self._new or self._dropped:
-            self._merge(list(self._new), columns_of(self._new, map(self._numbers.__getitem__, self._new)))
-            self._new = {}
-
-    def _merge(self, regions: Sequence[Region], columns: Rows) -> None:
-        """Drops the regions of the numbers in `_dropped`, and then adds regions."""
+        if not self._new and not self._dropped:
+            return
+        added = np.empty(len(self._new), object)
+        added[:] = self._new
+        regions = np.concatenate((self._sorted, added))
+        columns = np.concatenate((self._columns, _columns_in(self._rows)), axis=1)
+        order = columns[0].argsort(kind="stable")
         if self._dropped:
-            dropped, numbers = np.array(sorted(self._dropped), np.uint64), self._columns[3]
+            dropped, numbers = np.array(sorted(self._dropped), np.uint64), columns[3][order]
             # Compares each number with the greatest dropped number up to it. If there is none, the index is -1.
-            (left,) = (dropped[dropped.searchsorted(numbers, "right") - 1] != numbers).nonzero()
-            self._columns, self._sorted = self._columns.take(left, axis=1), self._sorted[left]
-        added = np.empty(len(regions), object)
-        added[:] = regions
-        merged = np.concatenate((self._columns, columns), axis=1)
-        order = merged[0].argsort(kind="stable")
-        self._columns, self._sorted = merged.take(order, axis=1), np.concatenate((self._sorted, added))[order]
-        self._dropped = []
+            order = order[dropped[dropped.searchsorted(numbers, "right") - 1] != numbers]
+        self._columns, self._sorted = columns.take(order, axis=1), regions[order]
+        self._new, self._rows, self._dropped = [], array("Q"), []
         self._views.clear()
 
     def view(self, kind: str = DRAM, device: int | None = None) -> View:
@@ -204,11 +208,12 @@ class Regions:
         self._sort()
         view = self._views.get((kind, device))
         if view is None:
-            starts, ends, devices, numbers, are_vram = self._columns
+            _, _, devices, _, are_vram = self._columns
             chosen = (are_vram == (kind == VRAM)) & (kind in (DRAM, VRAM))
             if device is not None:
                 chosen &= devices == device
-            view = View(starts[chosen], ends[chosen], numbers[chosen], self._sorted[chosen])
+            kept = _index_of(chosen)
+            view = View(self._columns[:, kept], self._sorted[kept])
             self._views[kind, device] = view
         return view
 
@@ -239,11 +244,12 @@ class View:
         ends: for each region, the highest end of this region and all before it.
     """
 
-    def __init__(self, starts: Rows, ends: Rows, numbers: Rows, regions: NDArray[np.object_]) -> None:
+    def __init__(self, columns: Rows, regions: NDArray[np.object_]) -> None:
+        starts, ends, _, numbers, _ = columns
         self.starts = np.ascontiguousarray(starts)
         self.ends = np.maximum.accumulate(ends)
-        chosen = outermost(ends)
-        self._starts, self._numbers, self._regions = self.starts[chosen], numbers[chosen], regions[chosen]
+        kept = _index_of(outermost(ends))
+        self._starts, self._numbers, self._regions = self.starts[kept], numbers[kept], regions[kept]
 
     def find_outside(self, addresses: Rows, nbytes: Rows) -> int | None:
         """Returns the index of the first block that no region contains; None if regions contain all blocks."""
@@ -279,6 +285,11 @@ def outermost(ends: Rows) -> NDArray[np.bool_]:
     starts. If a block lies in any region, it lies in the last selected region that starts at or before the block.
     """
     return np.append(True, ends[1:] > np.maximum.accumulate(ends)[:-1])[: len(ends)]
+
+
+def _index_of(chosen: NDArray[np.bool_]) -> NDArray[np.bool_] | slice:
+    """Returns an index for the chosen elements of an array, which copies nothing if all are chosen."""
+    return slice(None) if chosen.all() else chosen
 
 
 def end_of(region: Region) -> int:
