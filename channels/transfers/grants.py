@@ -195,10 +195,10 @@ class Found(Struct, frozen=True, eq=False):
         rows: the transfer's blocks, as the caller has passed them.
         numbers: for each of the rows, the number of its granted block.
         grant: the number of the grant's first block.
-        checksums: for each of the rows, the checksum of its granted block, which is equal to the row's remote bytes;
-            None without checksums.
         deadline: an array of one number, which is the end of the lease in ns of this host's CLOCK_MONOTONIC; 0 without
             a lease, or on another host. If the grant has a key, the array is a part of the owner's ledger.
+        checksums: for each of the rows, the checksum of its granted block, which then is exactly the row's remote
+            bytes; None without checksums.
     """
 
     owner: str
@@ -221,7 +221,9 @@ class Found(Struct, frozen=True, eq=False):
         raise StaleReadError(text, self.owner, generations, np.flatnonzero(~stale).tolist() if copied else [])
 
     def find_corrupt(self) -> NDArray[np.bool_] | None:
-        """Returns which rows' local bytes differ from their checksums; None if there are none, or no checksums."""
+        """Returns a mask of the rows whose local bytes differ from their checksums; None if there is no such row, or
+        if the grant has no checksums.
+        """
         if self.checksums is None:
             return None
         corrupt: NDArray[np.bool_] = checksums_of(self.rows[:, 0:3:2]) != self.checksums
