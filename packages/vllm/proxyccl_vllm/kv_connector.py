@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 KEY = "proxyccl_grant"
 """The name of the key in `kv_transfer_params`, whose value `_bind` has bound to the request's blocks."""
 
+_KEYS = 1 << 40
+"""The number of keys of grants. A router may pass on any integer."""
+
 _LONGEST_WAIT = 0.1
 """The longest time in seconds for which a worker waits for reads of blocks whose lease has ended."""
 
@@ -38,7 +41,7 @@ def _bind(key: int, block_ids: Any) -> int:
     """Returns a key that is valid only together with a request's blocks: a second call with the same blocks returns the
     original key, and with other blocks almost certainly a key that no grant has.
     """
-    return key ^ zlib.crc32(json.dumps(block_ids).encode())
+    return (key ^ zlib.crc32(json.dumps(block_ids).encode())) % _KEYS
 
 
 class _Scheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
