@@ -30,8 +30,8 @@ class NoAddressError(OSError):
         self.failures = failures
 
 
-def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> socket.socket:
-    """Connects to the first address that answers.
+def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float, *, greeting: bytes = b"") -> socket.socket:
+    """Connects to the first address that answers with the greeting, if there is one.
 
     A new attempt begins every quarter of a second, or immediately after a failed attempt, while earlier attempts
     continue (RFC 8305). So an address that drops packets does not delay the later addresses.
@@ -39,6 +39,9 @@ def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> soc
     Args:
         addresses: hosts and ports, the preferred pair first; a host name may have several addresses.
         deadline: value of `time.monotonic` at which the function gives up.
+        greeting: the bytes that the wanted host sends first. Another program may listen at one of the addresses, for
+            example because hosts in different networks have equal addresses. The returned connection has no more bytes
+            of the greeting to receive.
 
     Raises:
         NoAddressError: no address has answered by the deadline.
@@ -46,7 +49,7 @@ def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> soc
     """
     failures: dict[tuple[object, ...], OSError] = {}
     waiting = deque(_resolve(addresses, failures))
-    attempts: dict[int, tuple[socket.socket, tuple[object, ...]]] = {}
+    attempts: dict[int, tuple[socket.socket, tuple[object, ...], bytes]] = {}  # the bytes are the awaited greeting
     poll = select.poll()
     next_at = time.monotonic()
     with contextlib.ExitStack() as undo:
@@ -67,26 +70,47 @@ def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> soc
                     failures[place[:2]] = OSError(status, os.strerror(status))
                     attempt.close()
                     continue
-                attempts[attempt.fileno()] = attempt, place[:2]
+                attempts[attempt.fileno()] = attempt, place[:2], greeting
                 poll.register(attempt, select.POLLOUT)
                 next_at = now + _STAGGER_SECONDS
             until = min(deadline, next_at) if waiting else deadline
             ended = poll.poll(max(0, int(1000 * (until - time.monotonic())) + 1))
             for descriptor, _ in ended:
-                attempt, address = attempts.pop(descriptor)
-                status = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if status == 0:
+                attempt, address, awaited = attempts.pop(descriptor)
+                try:
+                    awaited = _receive(attempt, awaited)
+                except OSError as error:
+                    failures[address] = error
+                    poll.unregister(descriptor)
+                    attempt.close()
+                    next_at = now
+                    continue
+                if not awaited:
                     connected = socket.socket(attempt.family, attempt.type, fileno=attempt.detach())
                     connected.setblocking(True)
                     return connected
-                failures[address] = OSError(status, os.strerror(status))
-                poll.unregister(descriptor)
-                attempt.close()
-                next_at = now
+                attempts[descriptor] = attempt, address, awaited
+                poll.modify(descriptor, select.POLLIN)
             if not ended and time.monotonic() >= deadline:
-                failures |= {address: TimeoutError("timed out") for _, address in attempts.values()}
+                failures |= {address: TimeoutError("timed out") for _, address, _ in attempts.values()}
                 break
     raise NoAddressError(failures)
+
+
+def _receive(attempt: socket.socket, awaited: bytes) -> bytes:
+    """Returns the bytes of an awaited greeting that have not arrived yet. Raises OSError if the attempt has failed, or
+    if the other side has sent other bytes.
+    """
+    status = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if status:
+        raise OSError(status, os.strerror(status))
+    try:
+        received = attempt.recv(len(awaited)) if awaited else b""
+    except BlockingIOError:
+        return awaited
+    if awaited and not (received and awaited.startswith(received)):
+        raise OSError(errno.ECONNREFUSED, "another program listens there")
+    return awaited[len(received) :]
 
 
 def _resolve(

@@ -47,6 +47,18 @@ class StaleReadError(TransferError):
         self.stale, self.whole = stale, whole
 
 
+class CorruptReadError(TransferError):
+    """The data that a read has received differs from the checksums of its grant.
+
+    Attributes:
+        corrupt: the indices of the blocks whose data differs. The other blocks' data is right.
+    """
+
+    def __init__(self, message: str, peer: str, corrupt: list[int]) -> None:
+        super().__init__(message, peer)
+        self.corrupt = corrupt
+
+
 class StaleWriteError(TransferError):
     """The owner has revoked granted blocks before a write of them was complete. The blocks of the write may have been
     written in part.

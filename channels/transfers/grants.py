@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 
 from proxyccl.channels.timeouts import as_seconds
 from proxyccl.channels.transfers.blocks import Rows, as_rows, find_outside
+from proxyccl.channels.transfers.checksums import checksums_of
 from proxyccl.channels.transfers.errors import (
     ActiveError,
+    CorruptReadError,
     DisconnectedError,
     MetadataError,
     NotGrantedError,
@@ -54,6 +56,7 @@ class GrantMessage(Message, frozen=True):
         writes: whether the grant is for writes, rather than reads.
         deadline: the end of the lease in ns of the host's CLOCK_MONOTONIC; 0 without a lease.
         rows: uint64 of shape (N, 3), as bytes: each block's address, size and number, sorted by address.
+        checksums: uint32 of shape (N,), as bytes: each block's CRC-32; b"" without checksums.
     """
 
     format: Literal["proxyccl-grant-2"]
@@ -63,10 +66,13 @@ class GrantMessage(Message, frozen=True):
     writes: bool
     deadline: Uint64
     rows: bytes
+    checksums: bytes = b""
 
     def __post_init__(self) -> None:
         if len(self.rows) % (_COLUMNS * 8):
             raise ValueError("rows is not an array of three columns")
+        if self.checksums and len(self.checksums) * _COLUMNS * 8 != len(self.rows) * 4:
+            raise ValueError("there is not one checksum for each block")
 
     @property
     def blocks(self) -> Rows:
@@ -191,6 +197,8 @@ class Found(Struct, frozen=True, eq=False):
         grant: the number of the grant's first block.
         deadline: an array of one number, which is the end of the lease in ns of this host's CLOCK_MONOTONIC; 0 without
             a lease, or on another host. If the grant has a key, the array is a part of the owner's ledger.
+        checksums: for each of the rows, the checksum of its granted block, which then is exactly the row's remote
+            bytes; None without checksums.
     """
 
     owner: str
@@ -199,6 +207,7 @@ class Found(Struct, frozen=True, eq=False):
     numbers: NDArray[np.uint64]
     grant: int
     deadline: NDArray[np.uint64]
+    checksums: NDArray[np.uint32] | None = None
 
     @property
     def is_late(self) -> bool:
@@ -210,6 +219,24 @@ class Found(Struct, frozen=True, eq=False):
         if self.writes:
             raise StaleWriteError(text, self.owner, generations)
         raise StaleReadError(text, self.owner, generations, np.flatnonzero(~stale).tolist() if copied else [])
+
+    def find_corrupt(self) -> NDArray[np.bool_] | None:
+        """Returns a mask of the rows whose local bytes differ from their checksums; None if there is no such row, or
+        if the grant has no checksums.
+        """
+        if self.checksums is None:
+            return None
+        corrupt: NDArray[np.bool_] = checksums_of(self.rows[:, 0:3:2]) != self.checksums
+        return corrupt if corrupt.any() else None
+
+    def raise_corrupt(self, corrupt: NDArray[np.bool_]) -> NoReturn:
+        first = int(corrupt.argmax())
+        raise CorruptReadError(
+            f"the data of {np.count_nonzero(corrupt)} of {len(corrupt)} blocks of agent {self.owner} differs from "
+            f"their checksums; the first is block {first} at {int(self.rows[first, 1]):#x}",
+            self.owner,
+            np.flatnonzero(corrupt).tolist(),
+        )
 
     def raise_revoked(self, stale: NDArray[np.bool_], when: str, *, copied: bool = True) -> NoReturn:
         first = int(stale.argmax())
@@ -224,8 +251,8 @@ def find_blocks(message: GrantMessage, rows: Rows, *, writes: bool) -> Found:
     """Finds for each row of (local address, remote address, bytes) the granted block that contains the remote bytes.
 
     Raises:
-        NotGrantedError: the remote bytes of a row do not lie within one granted block, or the grant is for transfers in
-            the other direction.
+        NotGrantedError: the remote bytes of a row do not lie within one granted block, or are a part of a block with a
+            checksum, or the grant is for transfers in the other direction.
     """
     if message.writes != writes:
         allowed = "writes" if message.writes else "reads"
@@ -239,9 +266,17 @@ def find_blocks(message: GrantMessage, rows: Rows, *, writes: bool) -> Found:
             f"{message.agent}",
             message.agent,
         )
-    of_rows: NDArray[np.uint64] = numbers[np.searchsorted(starts, rows[:, 1], "right") - 1]
+    at = np.searchsorted(starts, rows[:, 1], "right") - 1
+    checksums = None
+    if message.checksums:
+        checksums = np.frombuffer(message.checksums, np.uint32)[at]
+        partly = (rows[:, 1] != starts[at]) | (rows[:, 2] != sizes[at])
+        if partly.any():
+            text = f"block {partly.argmax()} is a part of a granted block, whose checksum needs the whole block"
+            raise NotGrantedError(text, message.agent)
     deadline = message.deadline if message.host == boot_id() else 0
-    return Found(message.agent, writes, rows, of_rows, int(numbers[0]), np.array([deadline], np.uint64))
+    number, deadlines = int(numbers[0]), np.array([deadline], np.uint64)
+    return Found(message.agent, writes, rows, numbers[at], number, deadlines, checksums)
 
 
 class BlocksOfHost(Granted):
@@ -268,15 +303,19 @@ class BlocksOfHost(Granted):
 
 
 class Fence(Check):
-    """Checks after a read that none of its blocks was revoked before the end of the copy, if the owner's ledger can't
-    be mapped.
+    """Checks after a read that none of its blocks was revoked before the end of the copy, and that the checksums of the
+    grant match.
 
     Args:
-        look: a transfer that reads the words of the numbers into `words`, in the order of `np.unique`.
+        of_host: the check by the engine, if the owner's ledger is mapped; otherwise None.
+        look: if the ledger can't be mapped, a transfer that reads the words of the numbers into `words`, in the order
+            of `np.unique`; otherwise None.
     """
 
-    def __init__(self, found: Found, look: Transfer, words: NDArray[np.uint64]) -> None:
-        self._found, self._look, self._words = found, look, words
+    def __init__(
+        self, found: Found, of_host: BlocksOfHost | None, look: Transfer | None, words: NDArray[np.uint64]
+    ) -> None:
+        self._found, self._of_host, self._look, self._words = found, of_host, look, words
         self._unique, self._places = np.unique(found.numbers, return_inverse=True)
         self._link: Link | None = None
         self._message: bytes | None = None  # of the last start
@@ -286,9 +325,12 @@ class Fence(Check):
         # The time of a start, and its outcome, in one object, because threads read it without a lock.
         self._settled = 0, State.NEW
         self._stale: tuple[NDArray[np.bool_], str] | None = None  # the stale blocks, and when they were revoked
+        self._corrupt: NDArray[np.bool_] | None = None  # the corrupt blocks
 
     def guard(self, transfer: Transfer) -> None:
         """Makes a transfer that was not started check the grant."""
+        if self._of_host is not None:
+            self._of_host.guard(transfer)
         self._link = set_check(transfer, self)
 
     def begin(self, message: bytes | None, start: Callable[[], int]) -> None:
@@ -308,6 +350,8 @@ class Fence(Check):
                 return outcome
             if started < self._started:
                 return State.ACTIVE  # since a later start
+            if self._look is None:
+                return self._settle(np.zeros(len(self._places), bool), "")
             try:
                 if not self._looks:
                     self._look.start()
@@ -321,23 +365,33 @@ class Fence(Check):
             return self._settle(revoked[self._places], "during the read")
 
     def wait(self, seconds: float) -> None:
-        with contextlib.suppress(ProxyCCLError):  # `poll` finds the reason
-            self._look.wait(max(seconds, 1e-6))
+        if self._look is not None:
+            with contextlib.suppress(ProxyCCLError):  # `poll` finds the reason
+                self._look.wait(max(seconds, 1e-6))
 
     def raise_stale(self, *, started: bool = True) -> None:
-        assert self._stale is not None
-        self._found.raise_revoked(*self._stale)
+        if self._of_host is not None and (not started or self._settled[0] < self._started):
+            self._of_host.raise_stale(started=started)
+        elif self._corrupt is not None:
+            self._found.raise_corrupt(self._corrupt)
+        else:
+            assert self._stale is not None
+            self._found.raise_revoked(*self._stale)
 
     def cancel(self, timeout: float | None) -> None:
         with self._lock:
             if self._looks:
+                assert self._look is not None
                 self._look.cancel(timeout)
                 self._looks, self._settled = False, (self._started, State.CANCELED)
 
     def _settle(self, stale: NDArray[np.bool_], when: str) -> State:
         outcome = State.DONE
+        self._corrupt = None if stale.any() else self._found.find_corrupt()
         if stale.any():
             self._stale, outcome = (stale, when), State.STALE
+        elif self._corrupt is not None:
+            outcome = State.CORRUPT
         elif self._message is not None:
             assert self._link is not None
             try:

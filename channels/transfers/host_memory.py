@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ def shared_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> N
     """
     kind = np.dtype(dtype)
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    memory = SharedMemory.allocate(int(np.prod(sizes)) * kind.itemsize)
+    memory = SharedMemory.allocate(int(math.prod(sizes)) * kind.itemsize)
     interface = {"data": (memory.ptr, False), "typestr": kind.str, "shape": sizes, "version": 3}
     return np.asarray(SimpleNamespace(memory=memory, __array_interface__=interface))  # the array keeps the memory alive
 

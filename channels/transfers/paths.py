@@ -316,7 +316,7 @@ class Connecting(Struct):
             self._failures.append("it listens for agents of its own host only")
             return None
         try:
-            remote = connect_to_any(self.place.addresses, self.deadline)
+            remote = connect_to_any(self.place.addresses, self.deadline, greeting=self.token)
         except NoAddressError as error:
             self._failures.append(str(error))
             return None

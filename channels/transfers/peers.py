@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from proxyccl.channels.transfers.device_memory import Reached
@@ -66,7 +67,7 @@ class Peer:
         self.keys.add((key for key in message.keys if key.region in fresh), replaced)
         self._ended = -1
 
-    def forget_ended(self) -> list[Region]:
+    def forget_ended(self) -> Collection[Region]:
         """If the peer is on this host, removes the regions that the peer has deregistered, and returns these regions.
         Mapped regions stay mapped while transfers use them.
         """

@@ -42,15 +42,17 @@ class Side(Struct, frozen=True, eq=False):
     view: View
 
     def holders(self, addresses: Rows, now: Regions) -> tuple[list[Region], Rows]:
-        """Returns `View.holders` of blocks. Raises NotRegisteredError if one of these regions was deregistered after
-        the snapshot, even if it was registered again. `now` has the agent's current regions.
+        """Returns the regions that contain blocks, and their rows (`View.holders`). Raises NotRegisteredError if one of
+        these regions was deregistered after the snapshot, even if it was registered again. `now` has the agent's
+        current regions.
         """
-        regions, rows = self.view.holders(addresses)
-        if now.view(self.kind) is not self.view:
-            for region, (number, address) in zip(regions, rows.tolist(), strict=True):
-                if now.number(region) != number:
-                    whose = "this agent" if self.peer is None else f"agent {self.name}"
-                    raise NotRegisteredError(f"{whose} has deregistered its memory at {address:#x}", self.name)
+        rows, regions = self.view.holders(addresses), []
+        for number, address in rows.tolist():
+            region = now.find(number)
+            if region is None:
+                whose = "this agent" if self.peer is None else f"agent {self.name}"
+                raise NotRegisteredError(f"{whose} has deregistered its memory at {address:#x}", self.name)
+            regions.append(region)
         return regions, rows
 
 

@@ -25,6 +25,8 @@ LONGEST_LABEL = 4096
 END = 2**63
 """An address above the end of any memory."""
 
+_MOST_DROPPED = 1000
+
 
 class Region(Message, frozen=True, gc=False, cache_hash=True):
     """A range of registered memory.
@@ -64,14 +66,20 @@ def columns_of(regions: Collection[Region], numbers: Iterable[int]) -> Rows:
     """Returns the columns that describe regions, uint64 of shape (5, N): their starts, ends, devices, the numbers of
     their registrations, and whether they are device memory.
     """
-    values = [each.address for each in regions]
-    values += [each.nbytes for each in regions]
-    values += [each.device for each in regions]
-    values += numbers
-    values += [each.kind == VRAM for each in regions]
-    columns = np.frombuffer(array("Q", values), np.uint64).reshape(5, -1)  # `np.array` would take three times as long
-    columns[1] += columns[0]
-    return columns
+    rows = array("Q")  # `np.array` would take three times as long
+    for region, number in zip(regions, numbers, strict=True):
+        rows.extend(_row_of(region, number))
+    return _columns_in(rows)
+
+
+def _row_of(region: Region, number: int) -> tuple[int, int, int, int, bool]:
+    """Returns the values of the columns of one region."""
+    return region.address, region.address + region.nbytes, region.device, number, region.kind == VRAM
+
+
+def _columns_in(rows: array[int]) -> Rows:
+    """Returns the columns that consecutive rows contain."""
+    return np.frombuffer(rows, np.uint64).reshape(-1, 5).T
 
 
 def regions_of(columns: Rows, labels: Sequence[str]) -> list[Region]:
@@ -95,11 +103,11 @@ class Regions:
 
     def __init__(self) -> None:
         self._numbers: dict[Region, int] = {}
+        self._regions: dict[int, Region] = {}  # by number
         self._again: dict[Region, int] = {}  # how often regions are registered beyond the first time
         self._columns: Rows = columns_of((), ())  # by ascending start
-        self._sorted: NDArray[np.object_] = np.empty(0, object)  # the regions of `_columns`
-        self._new: dict[Region, None] = {}  # the regions that `_columns` lacks
-        self._dropped: list[int] = []  # numbers that `_columns` may still have
+        self._rows = array("Q")  # of the regions that `_columns` lacks (`_row_of`)
+        self._dropped: list[int] = []  # numbers that `_columns` and `_rows` may still have
         self._views: dict[tuple[str, int | None], View] = {}
 
     def __contains__(self, region: Region) -> bool:
@@ -114,6 +122,10 @@ class Regions:
         """Returns the number of a region's registration; 0 if the region is absent."""
         return self._numbers.get(region, 0)
 
+    def find(self, number: int) -> Region | None:
+        """Returns the region whose latest registration has a number; None if there is none."""
+        return self._regions.get(number)
+
     def columns(self, without: Iterable[Region] = ()) -> tuple[Rows, list[Region]]:
         """Returns the columns (`columns_of`) of the regions except those in `without`, and these regions, both in the
         order of registration.
@@ -121,8 +133,8 @@ class Regions:
         self._sort()
         numbers = np.array([self.number(region) for region in without], np.uint64)
         order = self._columns[3].argsort(kind="stable")
-        chosen = order[~np.isin(self._columns[3][order], numbers)]
-        return self._columns[:, chosen], self._sorted[chosen].tolist()
+        columns = self._columns[:, order[~np.isin(self._columns[3][order], numbers)]]
+        return columns, self._of(columns[3])
 
     def add(self, regions: Sequence[Region], numbers: Mapping[Region, int]) -> None:
         """Adds regions. `numbers` has those of the regions whose registrations are new, and the registrations' numbers.
@@ -134,9 +146,10 @@ class Regions:
                 self._again[region] = self._again.get(region, 0) + 1
             if number != before:
                 self._numbers[region] = number
-                self._new[region] = None
+                self._regions[number] = region
+                self._rows.extend(_row_of(region, number))
                 if before:
-                    self._dropped.append(before)
+                    self._drop([before])
 
     def among(self, regions: Mapping[Region, object]) -> set[Region]:
         """Returns those of the given regions that are registered."""
@@ -146,10 +159,12 @@ class Regions:
         """Adds regions of another agent, with their columns. A known region's later registration replaces the known
         one.
         """
-        self._sort()
-        self._dropped += map(self.number, self.among(regions))
-        self._numbers.update(zip(regions, columns[3].tolist(), strict=True))
-        self._merge(list(regions), columns)
+        self._drop(list(map(self.number, self.among(regions))))
+        self._sort()  # the numbers in `_dropped` may be among those of the new columns
+        numbers = columns[3].tolist()
+        self._numbers.update(zip(regions, numbers, strict=True))
+        self._regions.update(zip(numbers, regions, strict=True))
+        self._rows.frombytes(columns.T.tobytes())
 
     def remove(self, regions: Sequence[Region]) -> dict[Region, int] | None:
         """Removes one registration of each region, and returns the regions that have none left, with their numbers. If
@@ -173,30 +188,32 @@ class Regions:
     def forget(self, regions: Iterable[Region]) -> dict[Region, int]:
         """Removes the given regions, which must be present and registered once, and returns them with their numbers."""
         gone = {region: self._numbers.pop(region) for region in regions}
-        self._dropped += gone.values()
-        for region in gone if self._new else ():
-            self._new.pop(region, None)
+        self._drop(gone.values())
+        if len(self._dropped) > len(self._numbers) + _MOST_DROPPED:  # an owner may never query its regions
+            self._sort()
         return gone
 
-    def _sort(self) -> None:
-        """Applies the changes to the sorted regions."""
-        if self._new or self._dropped:
-            self._merge(list(self._new), columns_of(self._new, map(self._numbers.__getitem__, self._new)))
-            self._new = {}
+    def _drop(self, numbers: Collection[int]) -> None:
+        self._dropped += numbers
+        for number in numbers:
+            self._regions.pop(number, None)  # metadata may contain a number twice
 
-    def _merge(self, regions: Sequence[Region], columns: Rows) -> None:
-        """Drops the regions of the numbers in `_dropped`, and then adds regions."""
+    def _of(self, numbers: Rows) -> list[Region]:
+        """Returns the regions that have the given numbers of `_columns`."""
+        return list(map(self._regions.__getitem__, numbers.tolist()))
+
+    def _sort(self) -> None:
+        """Applies the changes to the sorted columns."""
+        if not self._rows and not self._dropped:
+            return
+        columns = np.concatenate((self._columns, _columns_in(self._rows)), axis=1)
+        order = columns[0].argsort(kind="stable")
         if self._dropped:
-            dropped, numbers = np.array(sorted(self._dropped), np.uint64), self._columns[3]
+            dropped, numbers = np.array(sorted(self._dropped), np.uint64), columns[3][order]
             # Compares each number with the greatest dropped number up to it. If there is none, the index is -1.
-            (left,) = (dropped[dropped.searchsorted(numbers, "right") - 1] != numbers).nonzero()
-            self._columns, self._sorted = self._columns.take(left, axis=1), self._sorted[left]
-        added = np.empty(len(regions), object)
-        added[:] = regions
-        merged = np.concatenate((self._columns, columns), axis=1)
-        order = merged[0].argsort(kind="stable")
-        self._columns, self._sorted = merged.take(order, axis=1), np.concatenate((self._sorted, added))[order]
-        self._dropped = []
+            order = order[dropped[dropped.searchsorted(numbers, "right") - 1] != numbers]
+        self._columns = columns.take(order, axis=1)
+        self._rows, self._dropped = array("Q"), []
         self._views.clear()
 
     def view(self, kind: str = DRAM, device: int | None = None) -> View:
@@ -204,11 +221,11 @@ class Regions:
         self._sort()
         view = self._views.get((kind, device))
         if view is None:
-            starts, ends, devices, numbers, are_vram = self._columns
+            _, _, devices, _, are_vram = self._columns
             chosen = (are_vram == (kind == VRAM)) & (kind in (DRAM, VRAM))
             if device is not None:
                 chosen &= devices == device
-            view = View(starts[chosen], ends[chosen], numbers[chosen], self._sorted[chosen])
+            view = View(self._columns[:, _index_of(chosen)])
             self._views[kind, device] = view
         return view
 
@@ -220,15 +237,15 @@ class Regions:
         if not len(starts):
             return set()
         at = np.searchsorted(starts, self._columns[1]) - 1  # the last in `starts` that is before each end
-        return set(self._sorted[(at >= 0) & (np.maximum.accumulate(ends)[at] > self._columns[0])])
+        overlap = (at >= 0) & (np.maximum.accumulate(ends)[at] > self._columns[0])
+        return set(self._of(self._columns[3][overlap]))
 
-    def ended(self, words: Rows) -> list[Region]:
+    def ended(self, words: Rows) -> set[Region]:
         """Returns the regions that their ledger's words (`Ledger.words`) show to be deregistered."""
         self._sort()
         numbers = self._columns[3]
         now = words[numbers % np.uint64(len(words))]
-        ended: list[Region] = self._sorted[(now != numbers) & (now != ~numbers)].tolist()
-        return ended
+        return set(self._of(numbers[(now != numbers) & (now != ~numbers)]))
 
 
 class View:
@@ -239,33 +256,31 @@ class View:
         ends: for each region, the highest end of this region and all before it.
     """
 
-    def __init__(self, starts: Rows, ends: Rows, numbers: Rows, regions: NDArray[np.object_]) -> None:
+    def __init__(self, columns: Rows) -> None:
+        starts, ends, _, numbers, _ = columns
         self.starts = np.ascontiguousarray(starts)
         self.ends = np.maximum.accumulate(ends)
-        chosen = outermost(ends)
-        self._starts, self._numbers, self._regions = self.starts[chosen], numbers[chosen], regions[chosen]
+        kept = _index_of(outermost(ends))
+        self._starts, self._numbers = self.starts[kept], numbers[kept]
 
     def find_outside(self, addresses: Rows, nbytes: Rows) -> int | None:
         """Returns the index of the first block that no region contains; None if regions contain all blocks."""
         return find_outside(self.starts, self.ends, addresses, nbytes)
 
-    def holders(self, addresses: Rows) -> tuple[list[Region], Rows]:
-        """Returns the regions that contain the given blocks. If several regions contain a block, the outermost one is
-        used. Each block must lie in a region.
-
-        Returns:
-            The regions, and for each region a row: the number of its registration, and the address of a block in the
-            region.
+    def holders(self, addresses: Rows) -> Rows:
+        """Finds the regions that contain the given blocks. If several regions contain a block, the outermost one is
+        used. Each block must lie in a region. Returns a row for each region, in ascending order of addresses: the
+        number of its registration, and the address of a block in the region.
         """
         if not len(addresses):
-            return [], np.empty((0, 2), np.uint64)
+            return np.empty((0, 2), np.uint64)
         at = self._starts.searchsorted(addresses, "right") - 1
         a_block = np.zeros(len(self._starts), np.uint64)
         a_block[at[::-1]] = addresses[::-1]  # keeps each region's first block
         (used,) = a_block.nonzero()
         rows = np.empty((len(used), 2), np.uint64)
         rows[:, 0], rows[:, 1] = self._numbers[used], a_block[used]
-        return self._regions[used].tolist(), rows
+        return rows
 
 
 def holder_of(addresses: Rows, holders: Sequence[Region]) -> NDArray[np.intp]:
@@ -279,6 +294,11 @@ def outermost(ends: Rows) -> NDArray[np.bool_]:
     starts. If a block lies in any region, it lies in the last selected region that starts at or before the block.
     """
     return np.append(True, ends[1:] > np.maximum.accumulate(ends)[:-1])[: len(ends)]
+
+
+def _index_of(chosen: NDArray[np.bool_]) -> NDArray[np.bool_] | slice:
+    """Returns an index for the chosen elements of an array, which copies nothing if all are chosen."""
+    return slice(None) if chosen.all() else chosen
 
 
 def end_of(region: Region) -> int:

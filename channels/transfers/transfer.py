@@ -51,13 +51,15 @@ class State(Enum):
     FAILED = lib.PROXYCCL_TRANSFER_FAILED
     STALE = lib.PROXYCCL_TRANSFER_STALE
     """The owner revoked a granted block before the transfer was complete."""
+    CORRUPT = -1
+    """The data that was read differs from the grant's checksums. Only a `Check` finds this state."""
 
 
 class Granted(Protocol):
     """The granted blocks of a transfer. Any thread may call the methods."""
 
     def raise_stale(self, *, started: bool = True) -> None:
-        """Raises the error of the state STALE or, if `started` is False, of a start that was refused."""
+        """Raises the error of the state STALE or CORRUPT or, if `started` is False, of a start that was refused."""
 
 
 class Check(Granted, Protocol):
@@ -70,7 +72,7 @@ class Check(Granted, Protocol):
 
     def poll(self, started: int) -> State:
         """Begins the check of the copies that were started at the time `started`, and have ended, unless the check has
-        begun. Returns ACTIVE, DONE, STALE, LOST or CANCELED.
+        begun. Returns ACTIVE, DONE, STALE, CORRUPT, LOST or CANCELED.
         """
 
     def wait(self, seconds: float) -> None:
@@ -182,8 +184,8 @@ class Transfer:
 
         Args:
             message: a message that the peer receives after all data; None to send no message. With a grant, the message
-                is sent only if the read is not stale; if the peer is on another host, the call that finds the transfer
-                done (`done`, `wait` or `state`) sends the message.
+                is sent only if the read is neither stale nor corrupt; if the peer is on another host or the grant has
+                checksums, the call that finds the transfer done (`done`, `wait` or `state`) sends the message.
             stream: a device's stream. The transfer begins after the stream's earlier work, and the stream's later work
                 waits until the transfer has ended or failed. If a device copies, `stream` must be a stream of that
                 device. If `stream` is None, the transfer does not wait for any stream.
@@ -242,6 +244,7 @@ class Transfer:
             DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: the transfer failed
                 or was canceled.
             StaleReadError, StaleWriteError: the owner revoked a granted block before the transfer was complete.
+            CorruptReadError: the data differs from the checksums of the grant.
         """
         state = lib.proxyccl_transfer_help(self._open())
         if state == _DONE and self._check is None:
@@ -320,7 +323,7 @@ class Transfer:
                 raise NotStartedError(f"the transfer with agent {self.peer} was never started", self.peer)
             case State.CANCELED:
                 raise CanceledError(f"the transfer with agent {self.peer} was canceled", self.peer)
-            case State.STALE:
+            case State.STALE | State.CORRUPT:
                 assert self._granted is not None
                 self._granted.raise_stale()
             case State.LOST:

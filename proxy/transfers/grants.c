@@ -84,8 +84,9 @@ void proxyccl_transfer_set_grant(ProxycclTransfer *transfer, const ProxycclGrant
 }
 
 static int holds(const ProxycclGranted *granted, int starts) {
+  __atomic_thread_fence(__ATOMIC_ACQUIRE); /* Pairing lease: the clock is read after the memory was copied. */
   /* The ledger has the deadline of a grant with a key. If the word below is unchanged, no later grant had stored its
-   * own deadline when this thread loaded it (pairing grant). */
+   * own deadline when this thread loaded it (pairing lease). */
   const uint64_t deadline = __atomic_load_n(granted->deadline, __ATOMIC_RELAXED);
   if (deadline != 0 && now_ns() >= deadline) return 0;
   return proxyccl_ledger_revoked(granted->ledger, granted->numbers, granted->count, starts) == granted->count;

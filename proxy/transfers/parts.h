@@ -316,7 +316,7 @@ struct ProxycclAgent {
   uint32_t resting;    /* number of links whose `resting` is set */
   uint32_t references; /* number of references: from the handle, links and transfers */
   char *name;
-  char secret[PROXYCCL_SECRET_BYTES];
+  char token[PROXYCCL_SECRET_BYTES], secret[PROXYCCL_SECRET_BYTES];
   int copied; /* whether peers may copy from and to this process */
   int losses; /* an eventfd to signal when links are lost */
   ProxycclLink *links;

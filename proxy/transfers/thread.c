@@ -26,6 +26,10 @@ static void accept_link(ProxycclAgent *agent, int listener) {
     return;
   }
   if (socket < 0) return; /* the peer has already closed the connection */
+  if (listener != agent->listeners[0]) {
+    const ssize_t sent = send(socket, agent->token, sizeof agent->token, MSG_NOSIGNAL);
+    (void)sent; /* a new connection has room for the token, unless the peer has already closed the connection */
+  }
   uint32_t ungreeted = 0;
   ProxycclLink *oldest = NULL; /* the last link found, because the list begins with the newest link */
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) {
@@ -149,8 +153,8 @@ static int start_thread(ProxycclAgent *agent) {
   return error;
 }
 
-ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int copied, const int *listeners,
-                                     uint32_t count, int losses, ProxycclTransferLog *log) {
+ProxycclAgent *proxyccl_agent_create(const char *name, const char *token, const char *secret, int copied,
+                                     const int *listeners, uint32_t count, int losses, ProxycclTransferLog *log) {
   ProxycclAgent *agent = calloc(1, sizeof *agent);
   int *copy = malloc((count + 1) * sizeof *copy);
   char *named = strdup(name);
@@ -163,6 +167,7 @@ ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int c
     return NULL;
   }
   memcpy(copy, listeners, count * sizeof *copy);
+  memcpy(agent->token, token, sizeof agent->token);
   memcpy(agent->secret, secret, sizeof agent->secret);
   agent->name = named;
   agent->copied = copied;

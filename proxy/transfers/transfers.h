@@ -113,13 +113,14 @@ typedef struct ProxycclStaging {
   uint64_t streams[PROXYCCL_STAGES + 1], events[PROXYCCL_STAGES + 1];
 } ProxycclStaging;
 
-/* Creates an agent and its thread. Takes ownership of the listening sockets, even if it fails. `secret`: the bytes that
- * a peer must send first. `copied`: whether peers of this host may ask for permission to copy from and to this process
- * (see proxyccl_ask_to_copy). `losses`: an eventfd that is signaled when a link that the agent opened is lost, and that
- * outlives the links. `log`: where the agent records transfers until it is stopped, or NULL. Returns NULL on failure
- * and sets errno. */
-ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int copied, const int *listeners,
-                                     uint32_t count, int losses, ProxycclTransferLog *log);
+/* Creates an agent and its thread. Takes ownership of the listening sockets, even if it fails. The first listener is a
+ * Unix socket and the others are TCP sockets, on which the agent sends `token` first, so that a peer can tell the agent
+ * from other programs. `secret`: the bytes that a peer must send first. `copied`: whether peers of this host may ask
+ * for permission to copy from and to this process (see proxyccl_ask_to_copy). `losses`: an eventfd that is signaled
+ * when a link that the agent opened is lost, and that outlives the links. `log`: where the agent records transfers
+ * until it is stopped, or NULL. Returns NULL on failure and sets errno. */
+ProxycclAgent *proxyccl_agent_create(const char *name, const char *token, const char *secret, int copied,
+                                     const int *listeners, uint32_t count, int losses, ProxycclTransferLog *log);
 /* Ends the agent's thread, links and transfers. All functions may still be called afterwards, but all except the
  * release functions then fail or do nothing. */
 void proxyccl_agent_stop(ProxycclAgent *agent);

@@ -8,6 +8,7 @@ from proxyccl.channels.transfers.blocks import strided
 from proxyccl.channels.transfers.errors import (
     ActiveError,
     CanceledError,
+    CorruptReadError,
     DisconnectedError,
     FreedMemoryError,
     MetadataError,
@@ -32,6 +33,7 @@ __all__ = [
     "ActiveError",
     "Agent",
     "CanceledError",
+    "CorruptReadError",
     "DisconnectedError",
     "FreedMemoryError",
     "Grant",

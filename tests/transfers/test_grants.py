@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 
 from proxyccl.channels.transfers.errors import MetadataError
+from proxyccl.device.arrays.array import Array
+from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 from proxyccl.transfer import (
     ActiveError,
     Agent,
+    CorruptReadError,
     DisconnectedError,
     NotGrantedError,
     NotRegisteredError,
@@ -350,6 +353,52 @@ def test_a_thread_that_looks_at_the_state_does_not_hide_a_stale_read(sides: Side
             finally:
                 ended.set()
             looking.result(10)
+
+
+def test_a_read_whose_data_differs_from_the_checksums_names_the_blocks(sides: Sides) -> None:
+    grant = sides.grant(checksums=True)
+    read = sides.reader.prepare("read", "owner", sides.rows(6, 0, 3), grant=grant.encoded)
+    read.start(b"whole").wait()
+    assert messages_of(sides) == [b"whole"]
+    sides.memory[3 * NBYTES + 5] ^= 1  # as if the link had corrupted the data
+    read.start(b"never sent")
+    with pytest.raises(CorruptReadError, match="the data of 1 of 3 blocks of agent owner differs") as raised:
+        read.wait()
+    assert raised.value.corrupt == [2]
+    assert read.state is State.CORRUPT
+    assert messages_of(sides) == []
+    sides.memory[3 * NBYTES + 5] ^= 1
+    read.start().wait()
+    assert read.state is State.DONE
+    held = Held(sides.reader, read, far=sides.far)
+    grant.revoke()
+    held.release()
+    with pytest.raises(StaleReadError, match="during the read"):
+        read.wait()
+    with pytest.raises(StaleReadError):
+        read.start().wait()
+
+
+@pytest.mark.parametrize("sides", ["process_vm"], indirect=True)
+def test_checksums_are_of_whole_blocks_of_host_memory(sides: Sides) -> None:
+    grant = sides.grant(checksums=True)
+    parts = np.array(sides.rows(0, 1))
+    parts[1, 2] -= 1
+    with pytest.raises(NotGrantedError, match="block 1 is a part of a granted block"):
+        sides.reader.prepare("read", "owner", parts, grant=grant.encoded)
+    runtime = one_runtime()
+    array = Array(runtime, runtime.allocate(NBYTES), (NBYTES,), as_dtype("uint8"))
+    device = sides.reader.register(array)
+    into_device = [(device.address, sides.address(0), NBYTES)]
+    with pytest.raises(ArgumentError, match="grant: has checksums"):
+        sides.reader.prepare("read", "owner", into_device, grant=grant.encoded)
+    with pytest.raises(ArgumentError, match="checksums: must be False for memory of a device"):
+        sides.reader.grant([(device.address, NBYTES)], checksums=True)
+    for options in ({"writes": True}, {"key": 1}):
+        with pytest.raises(ArgumentError, match="checksums: must be False"):
+            sides.grant(checksums=True, **options)
+    with pytest.raises(ArgumentError, match="checksums: must be True or False"):
+        sides.grant(checksums=1)
 
 
 def test_closing_the_owner_revokes_its_grants(sides: Sides) -> None:

@@ -7,6 +7,7 @@ import errno
 import ipaddress
 import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from proxyccl.channels.transfers import paths
-from proxyccl.channels.transfers.metadata import METADATA, Metadata
+from proxyccl.channels.transfers.metadata import METADATA
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy._transfers import lib
 from proxyccl.transfer import Agent, DisconnectedError
@@ -93,13 +94,50 @@ def test_an_address_that_does_not_answer_takes_no_time_of_the_next(
             waits.setblocking(False)
             waits.connect_ex(full.getsockname())
         pair = undo.enter_context(contextlib.closing(Pair(timeout=1000)))
-        known = METADATA.decode(pair.b.metadata(), "an agent")
-        assert known.place is not None
-        place = msgspec.structs.replace(known.place, addresses=[full.getsockname(), *known.place.addresses])
-        pair.a.remove("b")
-        regions = known.rows, known.labels, known.shares, known.keys
-        pair.a.add(METADATA.encode(Metadata("proxyccl-agent-3", "b", known.token, place, *regions)))
+        _publish(pair, full.getsockname())
         assert pair.a.connect("b").name == "tcp"
+
+
+def _publish(pair: Pair, first: tuple[str, int], *, alone: bool = False) -> None:
+    """Makes agent a know agent b by the address `first`, and then by its own addresses unless `alone`."""
+    known = METADATA.decode(pair.b.metadata(), "an agent")
+    assert known.place is not None
+    others = [] if alone else known.place.addresses
+    pair.a.remove("b")
+    place = msgspec.structs.replace(known.place, addresses=[first, *others])
+    pair.a.add(METADATA.encode(msgspec.structs.replace(known, place=place)))
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["among the agent's addresses", "alone"])
+@pytest.mark.parametrize("stranger", ["another agent", "another program", "silent"])
+def test_a_stranger_at_a_published_address_is_not_taken_for_the_agent(
+    stranger: str, alone: bool, apart: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "boot_id", lambda: "another")
+    with contextlib.ExitStack() as undo:
+        pair = undo.enter_context(contextlib.closing(Pair(timeout=2)))
+        if stranger == "another agent":
+            other = undo.enter_context(Agent("b", listen=["127.0.0.1"]))
+            address = METADATA.decode(other.metadata(), "an agent").place.addresses[0]  # type: ignore[union-attr]
+        else:
+            listener = undo.enter_context(socket.create_server(("127.0.0.1", 0)))
+            address = listener.getsockname()
+        _publish(pair, address, alone=alone)
+        with ThreadPoolExecutor(1) as threads:
+            connecting = threads.submit(pair.a.connect, "b")
+            if stranger != "another agent":
+                accepted = undo.enter_context(listener.accept()[0])
+                if stranger == "another program":
+                    accepted.sendall(b"220 mail.example ESMTP\r\n")
+            if alone:
+                error = "timed out" if stranger == "silent" else "another program listens there"
+                with pytest.raises(DisconnectedError, match=error):
+                    connecting.result(60)
+            else:
+                assert connecting.result(60).name == "tcp"
+        if stranger != "another agent":
+            with contextlib.suppress(ConnectionResetError):
+                assert accepted.recv(1) == b""  # the stranger gets no secret
 
 
 class Yama:

@@ -6,6 +6,7 @@ import base64
 import gc
 import json
 import socket
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -321,6 +322,23 @@ def test_regions_for_which_there_is_no_room_take_none(monkeypatch: pytest.Monkey
         assert agent.regions == []
         agent.register_regions(regions[:3])
         assert agent.regions == regions[:3]
+
+
+def test_registrations_that_have_ended_take_no_memory() -> None:
+    memory = np.zeros(64, np.uint8)
+
+    def used_after(registrations: int) -> int:
+        for _ in range(registrations):
+            agent.deregister(agent.register(memory))
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        with Agent("owner") as agent:
+            before = used_after(2_000)
+            assert used_after(10_000) - before < 500_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_labels_and_names_of_the_greatest_length(pair: Pair) -> None:

@@ -83,6 +83,7 @@ def exactly(connection: socket.socket, nbytes: int) -> bytes:
 )
 def test_a_link_without_the_secret_is_closed(target: Target, greeting: bytes) -> None:
     with target.link() as unix, socket.create_connection(target.place.addresses[0], 60) as tcp:
+        assert exactly(tcp, len(target.token)) == target.token
         for connection in (unix, tcp):
             connection.sendall(greeting)
             assert ends(connection)

@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from support.paths import EXAMPLES
+from support.running import run_alone
 
-import pytest
-
-from support.paths import PROGRAMS
-
-PROGRAM = PROGRAMS / "vllm_kv_connector.py"
-SECONDS = 100
-BLOCKS = [4, 5, 6]
+FREED, OTHERS = "blocks that were freed before the read", "other blocks than the request's"
+SILENT, ERRORS = "other data, without an error", "load errors of blocks [4, 5, 6]"
 
 
-def move(connector: str, lease: int, folder: Path) -> Any:
-    """Runs the program. Returns whether the blocks arrived, the requests whose blocks the prefiller freed, and the
-    decoder's blocks with load errors.
-    """
-    command = [sys.executable, str(PROGRAM), connector, str(lease), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+def test_reads_of_freed_and_of_other_blocks_are_load_errors_with_grants() -> None:
+    done = run_alone(EXAMPLES / "vllm_kv_connector.py")
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_blocks_arrive_by_the_key_that_the_scheduler_chose(tmp_path: Path) -> None:
-    assert move("GrantingNixlConnector", 60, tmp_path) == [True, ["prefilled"], []]
-
-
-@pytest.mark.parametrize(
-    ("connector", "errors"),
-    [("GrantingNixlConnector", BLOCKS), ("NixlPullConnector", [])],
-    ids=["with grants", "without"],
-)
-def test_blocks_that_were_freed_before_the_read_are_load_errors_with_grants(
-    connector: str, errors: list[int], tmp_path: Path
-) -> None:
-    assert move(connector, 0, tmp_path) == [False, ["prefilled"], errors]
+    received = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
+    for connector, outcome in (("GrantingNixlConnector", ERRORS), ("NixlPullConnector", SILENT)):
+        assert received[f"the request's blocks, {connector}"] == "the request's data"
+        assert received[f"{FREED}, {connector}"] == received[f"{OTHERS}, {connector}"] == outcome

@@ -11,7 +11,9 @@ worker makes a grant with this key, and revokes the grant before the scheduler f
 from __future__ import annotations
 
 import itertools
+import json
 import secrets
+import zlib
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -26,10 +28,20 @@ if TYPE_CHECKING:
     from proxyccl.transfer import Grant
 
 KEY = "proxyccl_grant"
-"""The name of the key in `kv_transfer_params`."""
+"""The name of the key in `kv_transfer_params`, whose value `_bind` has bound to the request's blocks."""
+
+_KEYS = 1 << 40
+"""The number of keys of grants. A router may pass on any integer."""
 
 _LONGEST_WAIT = 0.1
 """The longest time in seconds for which a worker waits for reads of blocks whose lease has ended."""
+
+
+def _bind(key: int, block_ids: Any) -> int:
+    """Returns a key that is valid only together with a request's blocks: a second call with the same blocks returns the
+    original key, and with other blocks almost certainly a key that no grant has.
+    """
+    return (key ^ zlib.crc32(json.dumps(block_ids).encode())) % _KEYS
 
 
 class _Scheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
@@ -40,18 +52,20 @@ class _Scheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         made = {request: self._keys.setdefault(request, next(self._new_keys)) for request in self._reqs_in_batch}
-        read = {request: needed[0].kv_transfer_params.get(KEY) for request, needed in self._reqs_need_recv.items()}
+        read = {request: needed[0].kv_transfer_params for request, needed in self._reqs_need_recv.items()}
         metadata = super().build_connector_meta(scheduler_output)
         metadata.proxyccl_grants = made
-        for request, key in read.items():
-            metadata.reqs_to_recv[request].remote.proxyccl_grant = key
+        for request, passed in read.items():
+            if KEY in passed:
+                key = _bind(passed[KEY], passed["remote_block_ids"])
+                metadata.reqs_to_recv[request].remote.proxyccl_grant = key
         return metadata
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         delays, parameters = super().request_finished(request, block_ids)
         key = self._keys.pop(request.request_id, None)
         if parameters is not None and key is not None:
-            parameters[KEY] = key
+            parameters[KEY] = _bind(key, parameters["remote_block_ids"])
         return delays, parameters
 
 

@@ -14,6 +14,8 @@
  * - grant: a block that a reader copies while its owner revokes and overwrites it (pairing grant)
  * - counts: a granted block that its owner reuses once no transfer of the grant is active (pairings grant-start and
  *   grant-end)
+ * - lease: a granted block whose lease ends while a reader copies it, and whose owner then grants another block by the
+ *   same word (pairing lease)
  */
 #include "bugs.pml"
 
@@ -173,6 +175,31 @@ end:
   od
 }
 
+/* lease: a reader copies a block, and then looks at the end of the lease, the clock and the block's number. The owner
+ * revokes the grant, and makes a grant without a lease whose number and end are in the same words. */
+byte lease = 1, granted = 1; /* the grant whose end, and whose number, the words contain */
+bool expired, copied_late, found_late;
+
+proctype leased() {
+end:
+  do
+  STEP(a1, true, copied_late = expired)
+  STEP(a2, a1 || BUG(15), found_late = expired && lease == 1) /* acquire fence */
+  STEP(a3, (a1 && a2) || BUG(16), looked_at = granted)        /* acquire fence */
+  :: a1 && a2 && a3 -> break
+  od
+}
+proctype granting() {
+end:
+  do
+  STEP(b1, true, granted = 0)
+  STEP(b2, b1 || BUG(17), lease = 2) /* the fence after the word */
+  STEP(b3, b1 && b2, granted = 2)    /* release */
+  :: b1 && b2 && b3 -> break
+  od
+}
+proctype clock() { expired = true }
+
 init {
   CHOOSE_BUG;
   if
@@ -186,5 +213,7 @@ init {
   :: atomic { run copying(); run reusing() };
      _nr_pr == 1 -> assert(looked_at == 0 || (copy[0] == 0 && copy[1] == 0))
   :: atomic { run transferring(); run waiting() }
+  :: atomic { run leased(); run granting(); run clock() };
+     _nr_pr == 1 -> assert(looked_at != 1 || found_late || !copied_late)
   fi
 }

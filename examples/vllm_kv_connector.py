@@ -1,9 +1,13 @@
-"""Moves a request's blocks from a prefiller to a decoder by vLLM's own connectors, those of schedulers and of workers,
-in this process on a CPU. Prints the result as JSON.
+"""Moves KV blocks from a prefiller to a decoder by vLLM's NixlConnector, with grants and without. This needs vLLM,
+packages/vllm and packages/nixl, but neither a GPU nor a model's weights:
 
-python tests/support/programs/vllm_kv_connector.py CONNECTOR LEASE FOLDER
+    python examples/vllm_kv_connector.py
 
-LEASE is the time in seconds after which the prefiller frees the blocks; FOLDER takes the model's configuration.
+A server of vLLM has a connector for its scheduler and one for each worker. The example makes the connectors of two
+servers in this process, and calls them in the order in which vLLM's engine calls them. A router would pass the
+prefiller's `kv_transfer_params` to the decoder. If the prefiller has freed a request's blocks before the decoder reads
+them, or if the parameters name other blocks, vLLM's own connector delivers another request's data without an error.
+With GrantingNixlConnector such blocks are load errors, so that vLLM recomputes them.
 """
 
 # ruff: noqa: E402 (the platform must be chosen before vLLM is imported)
@@ -13,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -37,6 +41,15 @@ BLOCKS, TOKENS, HEADS, HEAD = 8, 32, 4, 16
 LAYERS = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
 THEIRS, OURS = [1, 2, 3], [4, 5, 6]
 """A request's blocks in the prefiller's cache and in the decoder's."""
+
+GRANTING, PLAIN = "GrantingNixlConnector", "NixlPullConnector"
+CASES: dict[str, dict[str, Any]] = {
+    "the request's blocks": {},
+    "blocks that were freed before the read": {"lease": 0},
+    "other blocks than the request's": {"named": [2, 3, 4]},
+}
+SECONDS = 60
+"""The longest time that a read may take."""
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -102,7 +115,7 @@ def request_of(name: str, parameters: dict[str, Any]) -> Any:
 
 
 def prefill(server: Server) -> dict[str, Any]:
-    """Finishes a request on the prefiller. Returns the parameters for the decoder, as a router passes them on."""
+    """Finishes a request on the prefiller. Returns the parameters for the decoder."""
     request = request_of("prefilled", {"do_remote_decode": True})
     server.scheduler.update_state_after_alloc(request, None, 0)  # type: ignore[arg-type]
     server.step()
@@ -119,40 +132,58 @@ def decode(server: Server, parameters: dict[str, Any]) -> set[int]:
     assert server.scheduler.get_num_new_matched_tokens(request, 0) == (request.num_tokens, True)
     blocks = KVCacheBlocks(([KVCacheBlock(block) for block in OURS],))
     server.scheduler.update_state_after_alloc(request, blocks, request.num_tokens)
-    deadline = time.monotonic() + 60
-    while server.step()[1] != {"decoded"} and time.monotonic() < deadline:
+    deadline = time.monotonic() + SECONDS
+    while server.step()[1] != {"decoded"}:
+        assert time.monotonic() < deadline, "the read did not end"
         time.sleep(0.01)
     return server.worker.get_block_ids_with_load_errors()
 
 
-def has_arrived(decoder: Server, blocks: dict[str, Any]) -> bool:
-    return all(torch.equal(decoder.caches[layer][OURS], blocks[layer]) for layer in LAYERS)
+def move(folder: Path, connector: str, *, lease: int = 60, named: list[int] = THEIRS) -> str:
+    """Moves a request's blocks, and returns what the decoder received.
 
-
-def copy_of(server: Server) -> dict[str, Any]:
-    return {layer: cache[THEIRS].clone() for layer, cache in server.caches.items()}
-
-
-def main() -> None:
-    connector, lease, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    with set_current_vllm_config(VllmConfig(), check_compile=False):
-        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
-        parallel_state.initialize_model_parallel(1)
+    Args:
+        lease: the time in seconds after which the prefiller frees the request's blocks.
+        named: the blocks that the parameters name when they reach the decoder.
+    """
     prefiller = Server(folder, connector, "kv_producer", kv_lease_duration=lease)
     decoder = Server(folder, connector, "kv_consumer")
     parameters = prefill(prefiller)
-    before = {layer: cache[THEIRS].clone() for layer, cache in prefiller.caches.items()}
+    expected = [cache[THEIRS].clone() for cache in prefiller.caches.values()]
     freed, _ = prefiller.step()
     if freed:
         for cache in prefiller.caches.values():
             cache.fill_(-1.0)  # another request's blocks
-    errors = decode(decoder, parameters)
-    arrived = all(torch.equal(decoder.caches[layer][OURS], before[layer]) for layer in LAYERS)
-    sent = freed or prefiller.step()[0]
-    print(json.dumps([arrived, sorted(sent), sorted(errors)]))
+    errors = decode(decoder, {**parameters, "remote_block_ids": [named]})
+    arrived = all(
+        torch.equal(cache[OURS], wanted) for cache, wanted in zip(decoder.caches.values(), expected, strict=True)
+    )
+    if not errors and not freed:  # the prefiller keeps the blocks until the decoder's message has arrived
+        assert prefiller.step()[0] == {"prefilled"}
     for server in (prefiller, decoder):
         server.close()
+    if errors:
+        return f"load errors of blocks {sorted(errors)}"
+    return "the request's data" if arrived else "other data, without an error"
 
 
-main()
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name, set_current_vllm_config(VllmConfig(), check_compile=False):
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(MODEL))
+        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+        parallel_state.initialize_model_parallel(1)
+        received = {
+            f"{case}, {connector}": move(folder, connector, **options)
+            for case, options in CASES.items()
+            for connector in (GRANTING, PLAIN)
+        }
+    for case, outcome in received.items():
+        print(f"{case}: {outcome}")
+    errors = f"load errors of blocks {OURS}"
+    assert list(received.values()) == ["the request's data"] * 2 + [errors, "other data, without an error"] * 2
+    print("OK: with grants, the decoder notices each read of blocks that are not the request's")
+
+
+if __name__ == "__main__":
+    main()
