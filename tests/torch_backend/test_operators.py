@@ -189,6 +189,24 @@ def test_a_groups_communicator_makes_its_calls() -> None:
     run(body, 2)
 
 
+def test_a_groups_communicator_is_made_so_that_it_can_be_suspended() -> None:
+    def body(group: Any) -> None:
+        whole = communicator_of(torch_group(group), "cpu", suspendable=False)
+        with pytest.raises(ArgumentError, match="suspendable: is True; expected the setting of the group's comm"):
+            communicator_of(torch_group(group), "cpu", suspendable=True)
+        assert communicator_of(torch_group(group), "cpu") is whole
+        part = torch_group(group.split(group.get_group_store(), [0, 1], None))
+        comm = communicator_of(part, "cpu", suspendable=True)
+        assert communicator_of(part, "cpu", suspendable=True) is comm
+        comm.suspend()
+        comm.resume()
+        x = torch.ones(3)
+        comm.all_reduce(x)
+        assert x.tolist() == [2, 2, 2]
+
+    run(body, 2)
+
+
 def test_a_group_of_another_backend_has_no_communicator() -> None:
     store = dist.HashStore()
     group = dist.ProcessGroupGloo(store, 0, 1)
