@@ -97,32 +97,39 @@ class CollectiveCalls:
         depend on the number of rows only if `tune` has chosen algorithms that add in different orders, which
         `invariant` prevents. Within a node, the call is one launch if rows are multiples of 16 bytes.
 
+        The residual may be *divided* among the ranks, as in sequence parallelism: `residual` and `residual_out` are
+        then arrays [M / world_size, ..., width], this rank's share of `x`, whose first dimension is M. Each rank
+        reduces and normalizes its share, and then the ranks gather `out` and `scales`. The call consists of a
+        `reduce_scatter`, a launch that normalizes, and one `all_gather` for each of the two results. The sums have the
+        bits of `reduce_scatter`, so within a node all results have the same bits as without the division.
+
         Args:
             x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, with a width of at most
                 262,144; the same shape on all ranks.
-            residual: an array like `x`; None to add nothing.
+            residual: an array like `x`, or this rank's share; None to add nothing.
             weight: an array [width] of the type of `x`; None to add without normalizing.
             eps: added to the mean of squares.
             weight_bias: added to each weight, in float32; 1 for Gemma's norms. Needs a weight unless it is 0.
             out: where `out` goes: an array like `x`, of float8_e4m3fn with `quantize`; may be `x` or `residual`; None
                 for a new array.
-            residual_out: where `residual` goes: an array like `x`; may be `x` or `residual`; None for a new array.
+            residual_out: where `residual` goes: an array like the argument `residual`; may be `x` or `residual`; None
+                for a new array. Without a residual, an array of this rank's share divides the sums.
             scales: where the scales go: an array [..., 1] of float32; None for a new array.
             quantize: "float8" for one scale per row, returned in `scales`: the row's greatest magnitude divided by 448;
                 or an array of one float32, the scale of all rows. With `quantize`, `out` is the normalized row divided
                 by its scale, and saturates at 448. None rounds to the type of `x`.
             algorithm, cta_policy: as for `all_reduce`. With "one_shot" and "two_shot_packets" the call is one launch;
                 with other algorithms it is an all_reduce, followed by a launch that normalizes the rows, even under the
-                policy "zero".
+                policy "zero". With a divided residual: as for `reduce_scatter`.
             stream: as for `all_reduce`.
 
         Returns:
             `out`, `residual` and `scales`. `out` is None without `weight`; `scales` is None without
                 `quantize="float8"`.
 
-        Raises the errors of `all_reduce`, MismatchError also if ranks differ in `eps`, `weight_bias` or `quantize`, or
-        in whether they pass a residual and a weight; and ArgumentError for an array of a wrong shape or type, for
-        arrays that overlap in part, and for options that contradict each other.
+        Raises the errors of `all_reduce`, MismatchError also if ranks differ in `eps`, `weight_bias` or `quantize`, in
+        whether they pass a residual and a weight, or in whether they divide the residual; and ArgumentError for an
+        array of a wrong shape or type, for arrays that overlap in part, and for options that contradict each other.
         """
         return all_reduce_rms_norm(
             self._collectives,

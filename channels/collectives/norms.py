@@ -1,4 +1,6 @@
-"""all_reduce_rms_norm: reduces rows, adds the residual and applies RMSNorm, in one launch if ranks exchange packets."""
+"""all_reduce_rms_norm: reduces rows, adds the residual and applies RMSNorm, in one launch if ranks exchange packets. If
+the residual is divided among the ranks, each rank reduces and normalizes its own rows, which the ranks then gather.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,14 @@ import math
 import struct
 from typing import Any, NamedTuple
 
-from proxyccl.channels.arguments import input_view, new_like, overlap, require_writable
+from proxyccl.channels.arguments import input_view, new_like, overlap, require_writable, share_shape
 from proxyccl.channels.calls._calls import Form
 from proxyccl.channels.calls.launches import Launchable
 from proxyccl.channels.collectives.collective import Call
 from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.collectives.moves import ALL_GATHER
 from proxyccl.channels.collectives.packet_team import ALIGNMENT, RowShape
-from proxyccl.channels.collectives.reductions import launchable_of, steps_of_all_reduce
+from proxyccl.channels.collectives.reductions import REDUCE_SCATTER, part_of, steps_of_all_reduce
 from proxyccl.channels.collectives.request import Request, request_of
 from proxyccl.channels.collectives.run import issue
 from proxyccl.channels.collectives.table import NORM_KERNELS
@@ -40,7 +43,7 @@ class NormedRows(NamedTuple):
 
     Attributes:
         out: the normalized rows; None if the call has no weight.
-        residual: the sums of the ranks' rows and the residual.
+        residual: the sums of the ranks' rows and the residual; with a divided residual, only this rank's share.
         scales: with `quantize="float8"`, each row's scale; otherwise None.
     """
 
@@ -64,11 +67,16 @@ class _Options(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The views of a call's arrays, by name, and the rows' shape."""
+    """The views of a call's arrays, by name, and the rows' shape.
+
+    Attributes:
+        divided: whether each rank has only its share of the residual and of the sums.
+    """
 
     views: dict[str, ArrayView]
     rows: int
     width: int
+    divided: bool = False
 
     def launch(
         self,
@@ -89,6 +97,12 @@ class _Rows(NamedTuple):
         shipped = runtime.shipped(kernel.file, name, self.views["x"].dtype.name)
         arguments = (*team, *arrays, self.rows, self.width, options.eps, options.weight_bias, *sizes)
         return shipped.prepare(blocks, shape.threads, *arguments, shared=shape.shared_bytes)
+
+    def of_rank(self, rank: int, ranks: int) -> _Rows:
+        """Returns a rank's share of the rows, for a divided residual."""
+        counts = {name: view.size // ranks for name, view in self.views.items() if name in ("x", "out", "scales")}
+        own = {name: part_of(self.views[name], rank * count, count) for name, count in counts.items()}
+        return _Rows({**self.views, **own}, self.rows // ranks, self.width)
 
     @property
     def row_bytes(self) -> int:
@@ -131,7 +145,11 @@ def all_reduce_rms_norm(
     missing = [name for name in made if outputs[name] is None]
     if missing:
         source = input_view(collectives.group, x, "x")
-        outputs.update((name, _new(collectives, source, name, float8=quantize is not None)) for name in missing)
+        kept = source if residual is None else input_view(collectives.group, residual, "residual")
+        like = {"residual_out": kept.shape, "out": source.shape, "scales": (*source.shape[:-1], 1)}
+        float8 = None if quantize is None else as_dtype(FLOAT8)
+        dtypes = {"residual_out": None, "out": float8, "scales": as_dtype("float32")}
+        outputs.update((name, new_like(collectives.group, source, like[name], dtypes[name])) for name in missing)
     inputs, outputs = (
         {name: each for name, each in arrays.items() if each is not None} for arrays in (inputs, outputs)
     )
@@ -156,12 +174,6 @@ def _as_float32(name: str, given: Any, least: float) -> float:
     return value
 
 
-def _new(collectives: Collectives, x: ArrayView, name: str, *, float8: bool) -> Any:
-    if name == "scales":
-        return new_like(collectives.group, x, (*x.shape[:-1], 1), as_dtype("float32"))
-    return new_like(collectives.group, x, x.shape, as_dtype(FLOAT8) if float8 and name == "out" else None)
-
-
 class _Preparer:
     """Prepares one group's calls. A group has one `_Preparer`, because `Calls` compares it by identity."""
 
@@ -171,10 +183,14 @@ class _Preparer:
     def __call__(self, x: Any, out: Any, given: tuple[Any, ...], _reached: bool, logged: bool) -> Form:
         collectives, options = self._collectives, _Options(*given)
         named = dict(zip((*options.inputs, *options.outputs), (*x, *out), strict=True))
-        request = request_of(
-            "all_reduce", options.algorithm, options.cta_policy, False, collectives.standing.cta_policy
-        )
         rows = self._check(named)
+        request = request_of(
+            "reduce_scatter" if rows.divided else "all_reduce",
+            options.algorithm,
+            options.cta_policy,
+            False,
+            collectives.standing.cta_policy,
+        )
         source = rows.views["x"]
         numbers = struct.pack("2f", options.eps, options.weight_bias)
         entry = CollectiveCall(
@@ -183,7 +199,7 @@ class _Preparer:
             "sum",
             request.name,
             count=source.size,
-            shape=(rows.rows, rows.width, numbers, *options.inputs, "scales" in options.outputs),
+            shape=(rows.rows, rows.width, numbers, *options.inputs, "scales" in options.outputs, rows.divided),
         )
         views = tuple(rows.views.values())
         return collectives.prepare_form(entry, views, lambda: self._launch(rows, request, options), logged=logged)
@@ -197,15 +213,17 @@ class _Preparer:
         if not x.shape or not 0 < x.shape[-1] <= _MOST_WIDTH:
             raise ArgumentError("x", f"has shape {x.shape}; expected rows of 1 to {_MOST_WIDTH} elements")
         width = x.shape[-1]
-        like, by_row = x.shape, (*x.shape[:-1], 1)
+        like, by_row, kept = x.shape, (*x.shape[:-1], 1), views.get("residual", views["residual_out"]).shape
+        divided = len(like) > 1 and kept != like and like[0] % group.world_size == 0 and kept == share_shape(group, x)
+        kept = kept if divided else like
         float8, float32 = as_dtype(FLOAT8), as_dtype("float32")
         normed = float8 if "scales" in views or "quantize" in views else x.dtype
         expected: dict[str, tuple[tuple[int, ...] | None, DType]] = {
-            "residual": (like, x.dtype),
+            "residual": (kept, x.dtype),
             "weight": ((width,), x.dtype),
             "quantize": (None, float32),
             "out": (like, normed),
-            "residual_out": (like, x.dtype),
+            "residual_out": (kept, x.dtype),
             "scales": (by_row, float32),
         }
         for name, view in views.items():
@@ -219,16 +237,18 @@ class _Preparer:
             if name in _OUTPUTS:
                 require_writable(view, name)
         _refuse_overlaps(views)
-        return _Rows(views, x.size // width, width)
+        return _Rows(views, x.size // width, width, divided)
 
     def _launch(self, rows: _Rows, request: Request, options: _Options) -> Launchable:
         collectives, source = self._collectives, rows.views["x"]
         group, dtype, row_bytes = collectives.group, source.dtype, rows.row_bytes
         runtime, defaults = group.runtime, group.runtime.launch_defaults
         alone = group.world_size == 1
-        chosen = "alone" if alone else collectives.choose("all_reduce", request, dtype, source.nbytes)
-        packets = None if alone or chosen == "hierarchical" else collectives.team().packets
-        if request.algorithm is None and chosen not in ("proxy", "hierarchical"):
+        packets = None if alone or group.topology.has_levels() else collectives.team().packets
+        chosen = "none"
+        if not (alone or rows.divided):
+            chosen = collectives.choose("all_reduce", request, dtype, source.nbytes)
+        if request.algorithm is None and chosen not in ("none", "proxy", "hierarchical"):
             chosen = "one_shot" if chosen == "one_shot" or group.world_size == 2 else "two_shot_packets"
         if packets is not None and chosen in NORM_KERNELS and row_bytes % ALIGNMENT == 0:
             shape = packets.row_shape(rows.rows, row_bytes)
@@ -236,13 +256,23 @@ class _Preparer:
             return rows.launch(runtime, shape, chosen, source.ptr, options, blocks, team)
         lines = packets is not None and len(packets.scratch) > 1  # if packets are lines, sums have another order
         shape = RowShape.of(defaults, row_bytes, None, lines=lines)
-        blocks = min(rows.rows, _NORMS_AT_ONCE * defaults.blocks)
+        own = rows.of_rank(group.rank, group.world_size) if rows.divided else rows
+        blocks = min(own.rows, _NORMS_AT_ONCE * defaults.blocks)
         if alone:
             return rows.launch(runtime, shape, None, source.ptr, options, blocks)
-        summed = collectives.scratch(source.nbytes)
-        target = ArrayView(summed.ptr, source.shape, dtype, source.device, True, summed)
-        reduced = steps_of_all_reduce(collectives, Call(None, None, source, target, "sum", None, request), chosen)
-        return launchable_of(collectives, [*reduced, rows.launch(runtime, shape, None, summed.ptr, options, blocks)])
+        summed = collectives.scratch(own.views["x"].nbytes)
+        target = ArrayView(summed.ptr, own.views["x"].shape, dtype, source.device, True, summed)
+        call = Call(None, None, source, target, "sum", None, request)
+        norm = own.launch(runtime, shape, None, summed.ptr, options, blocks)
+        if not rows.divided:
+            return collectives.launchable([*steps_of_all_reduce(collectives, call, chosen), norm])
+        gathered = [
+            Call(None, None, own.views[name], rows.views[name], None, None, request)
+            for name in ("out", "scales")
+            if name in own.views
+        ]
+        gathers = [step for each in gathered for step in ALL_GATHER.steps(collectives, each)]
+        return collectives.launchable([*REDUCE_SCATTER.steps(collectives, call), norm, *gathers])
 
 
 def _refuse_overlaps(views: dict[str, ArrayView]) -> None:

@@ -178,6 +178,22 @@ def test_the_fake_operator_agrees_with_the_real_one() -> None:
     run(body, 1)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_residual_may_be_divided_among_the_ranks(compiled: bool) -> None:
+    def body(group: Any) -> None:
+        torch._dynamo.reset()
+        weight = torch.linspace(0.5, 2, 48).to(torch.bfloat16)
+        residual = rows(100)
+        sums, normed = expected(2, residual, weight)
+        own = residual.chunk(2)[group.rank()].clone()
+        function = torch.compile(block, fullgraph=True) if compiled else block
+        got = function(rows(group.rank()), own, weight, named(group))
+        assert torch.equal(own, sums.chunk(2)[group.rank()])
+        torch.testing.assert_close(got, (2 * normed).to(torch.bfloat16), rtol=2**-7, atol=2**-7)
+
+    run(body, 2)
+
+
 def test_a_groups_communicator_makes_its_calls() -> None:
     def body(group: Any) -> None:
         comm = communicator_of(torch_group(group), "cpu")
