@@ -146,10 +146,8 @@ def all_reduce_rms_norm(
     if missing:
         source = input_view(collectives.group, x, "x")
         kept = source if residual is None else input_view(collectives.group, residual, "residual")
-        like = {"residual_out": kept.shape, "out": source.shape, "scales": (*source.shape[:-1], 1)}
-        float8 = None if quantize is None else as_dtype(FLOAT8)
-        dtypes = {"residual_out": None, "out": float8, "scales": as_dtype("float32")}
-        outputs.update((name, new_like(collectives.group, source, like[name], dtypes[name])) for name in missing)
+        kinds = _kinds(source, kept.shape, quantizes=quantize is not None)
+        outputs.update((name, new_like(collectives.group, source, *kinds[name])) for name in missing)
     inputs, outputs = (
         {name: each for name, each in arrays.items() if each is not None} for arrays in (inputs, outputs)
     )
@@ -161,6 +159,21 @@ def all_reduce_rms_norm(
     options = tuple(_Options(prepare, algorithm, cta_policy, epsilon, bias, (*inputs,), (*outputs,)))
     issue(collectives, (*inputs.values(),), (*outputs.values(),), options, stream, names=((*inputs,), (*outputs,)))
     return NormedRows(outputs.get("out"), outputs["residual_out"], outputs.get("scales"))
+
+
+def _kinds(x: ArrayView, kept: tuple[int, ...], *, quantizes: bool) -> dict[str, tuple[tuple[int, ...], DType]]:
+    """Returns the shape and the element type of each array, by name. `kept` is the shape of the residual and the sums.
+    The scale "quantize" may have any shape of one element.
+    """
+    float32, normed = as_dtype("float32"), as_dtype(FLOAT8) if quantizes else x.dtype
+    return {
+        "x": (x.shape, x.dtype),
+        **dict.fromkeys(("residual", "residual_out"), (kept, x.dtype)),
+        "weight": (x.shape[-1:], x.dtype),
+        "quantize": ((1,), float32),
+        "out": (x.shape, normed),
+        "scales": ((*x.shape[:-1], 1), float32),
+    }
 
 
 def _as_float32(name: str, given: Any, least: float) -> float:
@@ -212,27 +225,17 @@ class _Preparer:
             raise ArgumentError("x", f"has element type {x.dtype}; expected one of {', '.join(_DTYPES)}")
         if not x.shape or not 0 < x.shape[-1] <= _MOST_WIDTH:
             raise ArgumentError("x", f"has shape {x.shape}; expected rows of 1 to {_MOST_WIDTH} elements")
-        width = x.shape[-1]
-        like, by_row, kept = x.shape, (*x.shape[:-1], 1), views.get("residual", views["residual_out"]).shape
-        divided = len(like) > 1 and kept != like and like[0] % group.world_size == 0 and kept == share_shape(group, x)
-        kept = kept if divided else like
-        float8, float32 = as_dtype(FLOAT8), as_dtype("float32")
-        normed = float8 if "scales" in views or "quantize" in views else x.dtype
-        expected: dict[str, tuple[tuple[int, ...] | None, DType]] = {
-            "residual": (kept, x.dtype),
-            "weight": ((width,), x.dtype),
-            "quantize": (None, float32),
-            "out": (like, normed),
-            "residual_out": (kept, x.dtype),
-            "scales": (by_row, float32),
-        }
+        width, kept = x.shape[-1], views.get("residual", views["residual_out"]).shape
+        may_divide = len(x.shape) > 1 and kept != x.shape and x.shape[0] % group.world_size == 0
+        divided = may_divide and kept == share_shape(group, x)
+        kinds = _kinds(x, kept if divided else x.shape, quantizes="scales" in views or "quantize" in views)
         for name, view in views.items():
-            shape, dtype = expected.get(name, (like, x.dtype))
+            shape, dtype = kinds[name]
             if view.dtype != dtype:
                 raise ArgumentError(name, f"has element type {view.dtype}; expected {dtype}")
-            if shape is None and view.size != 1:
+            if name == "quantize" and view.size != 1:
                 raise ArgumentError(name, f"has {view.size} elements; expected one, the scale of all rows")
-            if shape is not None and view.shape != shape:
+            if name != "quantize" and view.shape != shape:
                 raise ArgumentError(name, f"has shape {view.shape}; expected {shape}")
             if name in _OUTPUTS:
                 require_writable(view, name)
@@ -266,13 +269,12 @@ class _Preparer:
         norm = own.launch(runtime, shape, None, summed.ptr, options, blocks)
         if not rows.divided:
             return collectives.launchable([*steps_of_all_reduce(collectives, call, chosen), norm])
-        gathered = [
-            Call(None, None, own.views[name], rows.views[name], None, None, request)
-            for name in ("out", "scales")
-            if name in own.views
-        ]
-        gathers = [step for each in gathered for step in ALL_GATHER.steps(collectives, each)]
-        return collectives.launchable([*REDUCE_SCATTER.steps(collectives, call), norm, *gathers])
+        steps = [*REDUCE_SCATTER.steps(collectives, call), norm]
+        for name in ("out", "scales"):
+            if name in own.views:
+                gather = Call(None, None, own.views[name], rows.views[name], None, None, request)
+                steps += ALL_GATHER.steps(collectives, gather)
+        return collectives.launchable(steps)
 
 
 def _refuse_overlaps(views: dict[str, ArrayView]) -> None:
