@@ -197,10 +197,10 @@ class PassManager(PostGradPassManager):  # type: ignore[misc]
         names = [type(each).__name__ for each in self.passes]
         place = next((i for i, name in enumerate(names) if name not in _EARLIER), len(names))
         model = config.model_config
-        adds_apart = model is not None and model.using_transformers_backend()
+        adds_apart = AddRMSNormFusionPass is not None and model is not None and model.using_transformers_backend()
         with set_current_vllm_config(config, check_compile=False):
             added = [FusedNorms(config)]
-            if adds_apart and AddRMSNormFusionPass is not None and AddRMSNormFusionPass.__name__ not in names:
-                # vLLM configures this pass only for its own fusions, which the platform may have switched off.
+            if adds_apart and "AddRMSNormFusionPass" not in names:
+                # vLLM configures this pass only for its own fusions, one of which the platform switches off.
                 added.insert(0, AddRMSNormFusionPass(config))
             self.passes[place:place] = added
