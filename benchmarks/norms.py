@@ -4,7 +4,8 @@ As between the layers of a tensor-parallel decoder, each rank has rows of a part
 residual and weight. The contenders are
 
 - all_reduce alone, which no other contender can beat;
-- all_reduce_rms_norm, also without a weight (which only adds the residual), and with float8 rows and their scales;
+- all_reduce_rms_norm, also without a weight (which only adds the residual), with a residual that is divided among the
+  ranks, and with float8 rows and their scales;
 - all_reduce, followed by the addition and the norm as torch.compile fuses them. Only on GPUs.
 
 The sums are exact, so they must be equal bit by bit; normalized rows may differ by rounding. gpu_job.py says how times
@@ -28,6 +29,7 @@ from proxyccl.tools.results import Fields
 from proxyccl.tools.tables import Column, Table
 
 ALONE, FUSED, APART = "all_reduce", "all_reduce_rms_norm", "all_reduce, then torch.compile"
+DIVIDED = "all_reduce_rms_norm, divided residual"
 ADDED, FLOAT8 = "all_reduce_rms_norm, no weight", "all_reduce_rms_norm, float8"
 _EPSILON = 1e-6
 _ROWS = (1, 6, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -91,6 +93,25 @@ class Layer:
         """Returns the contenders, in the order of the table."""
         comm, stream = self._job.comm, self._job.handle
         given, to = (self.x, self.residual), {"residual_out": self.residual_out, "stream": stream}
+        share, left = divmod(len(self.x), comm.world_size)
+        own, own_out = (
+            each[comm.rank * share : (comm.rank + 1) * share] for each in (self.residual, self.residual_out)
+        )
+
+        def fill() -> None:
+            self._poison()
+            self.residual_out[...] = self._added  # the other ranks' shares, which the call does not write
+            self._job.poison(own_out.reshape(-1))
+
+        divided = Contender(
+            DIVIDED,
+            True,
+            lambda: comm.all_reduce_rms_norm(
+                self.x, own, self.weight, _EPSILON, out=self.out, residual_out=own_out, stream=stream
+            ),
+            fill,
+            lambda _: self._wrong(),
+        )
         return [
             Contender(
                 ALONE,
@@ -113,6 +134,7 @@ class Layer:
                 self._poison,
                 lambda _: self._wrong(normalized=False),
             ),
+            absent(DIVIDED, "the ranks have unequal shares of the rows") if left else divided,
             *(self._on_gpus() if self._job.device != "cpu" else [absent(name, "it needs GPUs") for name in _ON_GPUS]),
         ]
 

@@ -7,8 +7,10 @@ A Llama of 8 layers with random weights decodes one token for each sequence: emb
 products and attention over a context that does not grow, the head, and the choice of the next token. The ranks are one
 tensor-parallel group. torch compiles the step with the pass manager of vLLM's platform, and on GPUs the step is
 captured by vLLM's `graph_capture` and replayed; on CPUs it is called. The contenders alternate, each in new processes:
-ProxyCCL; ProxyCCL without its pass; and vLLM without the plug-in, which uses NCCL and vLLM's own all_reduce (gloo on
-CPUs). All contenders start with the same weights, and their logits are compared.
+ProxyCCL; ProxyCCL without its pass; vLLM without the plug-in, which uses NCCL and vLLM's own all_reduce (gloo on CPUs);
+vLLM with torch's symmetric memory instead of its own all_reduce; and vLLM with its pass that joins norms by FlashInfer.
+A contender whose packages or devices are missing is skipped, and named. All contenders start with the same weights, and
+their logits are compared.
 
 The program needs vLLM, `proxyccl[torch]` and `packages/vllm` in Python's environment. For a machine without network
 access, copy these files for vLLM 0.26.0 (torch 2.11, CUDA 13, Python 3.12) into a folder that PYTHONPATH names:
@@ -29,6 +31,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 # This program is not an MPI rank, so mpi4py must not initialise MPI.
@@ -64,6 +67,30 @@ class Model:
 SMALL = Model(2, 256, 8, 4, 32, 512, 1024, 32)
 
 
+def config_of(model: Model) -> Fields:
+    """Returns the configuration of a Llama, as transformers reads it."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "vocab_size": model.vocabulary,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+
+
 @dataclass(frozen=True)
 class Contender:
     """A job that the program starts.
@@ -71,19 +98,52 @@ class Contender:
     Attributes:
         title: its name in tables.
         plugins: the plug-ins that vLLM loads.
-        fused: whether the plug-in's pass joins norms with their all_reduce.
+        fused: whether a pass joins norms with their all_reduce: the plug-in's, or without the plug-in vLLM's.
+        custom: whether vLLM may use its own all_reduce.
+        needs: a package without which the contender is skipped; if there is one, the contender also needs GPUs.
     """
 
     title: str
     plugins: str
-    fused: bool = True
+    fused: bool = False
+    custom: bool = True
+    needs: str = ""
+
+    @property
+    def options(self) -> Fields:
+        return {"fused": self.fused, "custom": self.custom, "plug_in": bool(self.plugins)}
 
 
 CONTENDERS = (
-    Contender("ProxyCCL", "proxyccl_platform"),
-    Contender("ProxyCCL, norms apart", "proxyccl_platform", fused=False),
+    Contender("ProxyCCL", "proxyccl_platform", fused=True),
+    Contender("ProxyCCL, norms apart", "proxyccl_platform"),
     Contender("vLLM's own", ""),
+    Contender("symmetric memory", "", custom=False, needs="torch"),
+    Contender("FlashInfer", "", fused=True, needs="flashinfer"),
 )
+
+
+def contenders_of(titles: list[str]) -> list[Contender]:
+    """Returns the contenders with the given titles that can run here, and prints the names of the other ones.
+
+    Raises:
+        SystemExit: a title is unknown, or no contender can run.
+    """
+    known = {each.title: each for each in CONTENDERS}
+    unknown = [title for title in titles if title not in known]
+    if unknown:
+        raise SystemExit(f"--contenders: {unknown[0]!r} is unknown; expected titles of {[*known]}")
+    on_cpus = (os.environ.get("PROXYCCL_RUNTIME") or find_runtime()) == "host"
+    chosen = []
+    for each in (known[title] for title in titles):
+        missing = "GPUs" if each.needs and on_cpus else each.needs if each.needs and not find_spec(each.needs) else ""
+        if missing:
+            print(f"# {each.title}: skipped, because it needs {missing}", flush=True)
+        else:
+            chosen.append(each)
+    if not chosen:
+        raise SystemExit("--contenders: none of them can run here")
+    return chosen
 
 
 def run(contender: Contender, ranks: int, model: Model, batches: list[int], repeats: int) -> list[Fields]:
@@ -93,7 +153,8 @@ def run(contender: Contender, ranks: int, model: Model, batches: list[int], repe
         SystemExit: the job failed, or did not end in time.
     """
     with tempfile.TemporaryDirectory() as folder:
-        asked = {"model": asdict(model), "batches": batches, "repeats": repeats, "fused": contender.fused}
+        asked = {"model": asdict(model), "batches": batches, "repeats": repeats, **contender.options}
+        Path(folder, "config.json").write_text(json.dumps(config_of(model)))
         environment = {**os.environ, "VLLM_PLUGINS": contender.plugins, "VLLM_NO_USAGE_STATS": "1"}
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = [*launcher, os.fspath(_RANK), json.dumps(asked), folder]
@@ -117,9 +178,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a small decoder, for CPUs")
     parser.add_argument("--contenders", nargs="+", default=[each.title for each in CONTENDERS], help="titles, in order")
     parsed = parser.parse_args()
-    chosen = [each for title in parsed.contenders for each in CONTENDERS if each.title == title]
-    if len(chosen) != len(parsed.contenders):
-        parser.error(f"--contenders: expected titles of {[each.title for each in CONTENDERS]}")
+    chosen = contenders_of(parsed.contenders)
     model = SMALL if parsed.small else Model()
     facts = {"model": asdict(model), "world_size": parsed.ranks, "nvidia_driver": nvidia_driver()}
     facts |= {"runtime": os.environ.get("PROXYCCL_RUNTIME") or find_runtime()}

@@ -1,6 +1,7 @@
 """The program of a rank; `vllm_decoder.py` starts it by torchrun: vllm_decoder_rank.py OPTIONS FOLDER.
 
 The rank writes to FOLDER/RANK.json the seconds per step for each batch size, the first logits, and vLLM's choices.
+FOLDER/config.json describes the model, which vLLM's own fusion of norms asks for.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if not ON_GPU:  # on a machine without GPUs, vLLM's GPU wheel finds no platform 
 
 from vllm.compilation.passes.inductor_pass import pass_context  # noqa: E402
 from vllm.compilation.passes.ir.inplace_functionalization import VllmIRInplaceFunctionalizationPass  # noqa: E402
-from vllm.config import CompilationConfig, PassConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.config import CompilationConfig, ModelConfig, PassConfig, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.config.utils import Range  # noqa: E402
 from vllm.distributed import parallel_state, tensor_model_parallel_all_gather  # noqa: E402
 from vllm.model_executor.layers.activation import SiluAndMul  # noqa: E402
@@ -124,8 +125,8 @@ def decoder(model: Any, ranks: int, rank: int, batch: int, device: torch.device)
     return made.requires_grad_(False)
 
 
-def compiled(made: Decoder, config: Any) -> Callable[..., Any]:
-    """Compiles the decoder by torch, with the passes of vLLM's platform."""
+def compiled(made: Decoder, config: Any) -> tuple[Callable[..., Any], Any]:
+    """Compiles the decoder by torch, with the passes of vLLM's platform. Returns the function and the passes."""
     manager = resolve_obj_by_qualname(current_platform.get_pass_manager_cls())()
     manager.configure(config)
     torch._dynamo.reset()
@@ -136,7 +137,13 @@ def compiled(made: Decoder, config: Any) -> Callable[..., Any]:
         "fx_graph_cache": False,
     }
     function: Callable[..., Any] = torch.compile(made, fullgraph=True, dynamic=False, options=options)
-    return function
+    return function, manager
+
+
+def joined_norms(manager: Any) -> int:
+    """Returns how many norms the latest compilation joined with their all_reduce."""
+    joining = [each for each in manager.passes if type(each).__name__ in ("FusedNorms", "AllReduceFusionPass")]
+    return sum(getattr(each, "matched_count", 0) for each in joining)
 
 
 def seconds_of(step: Callable[[], object], repeats: int) -> float:
@@ -153,24 +160,24 @@ def seconds_of(step: Callable[[], object], repeats: int) -> float:
     return statistics.median(found)
 
 
-def measured(asked: Any, config: Any, device: torch.device, batch: int) -> tuple[float, list[float]]:
-    """Returns the seconds of a step for a batch, and logits of the first step."""
+def measured(asked: Any, config: Any, device: torch.device, batch: int) -> tuple[float, list[float], int]:
+    """Returns the seconds of a step for a batch, logits of the first step, and the number of joined norms."""
     group = parallel_state.get_tp_group()
     made = decoder(asked["model"], group.world_size, group.rank_in_group, batch, device)
     first = torch.arange(batch, device=device) % asked["model"]["vocabulary"]
     tokens = first.clone()
-    function = compiled(made, config)
+    function, manager = compiled(made, config)
 
     def step() -> Any:
         logits = function(tokens)
         tokens.copy_(logits.argmax(-1))
         return logits
 
-    with pass_context(Range(1, 4096)), torch.no_grad():
+    with pass_context(Range(1, batch)), torch.no_grad():
         logits = [float(each) for each in step()[0, :64]]
         step()
         if not ON_GPU:
-            return seconds_of(step, asked["repeats"]), logits
+            return seconds_of(step, asked["repeats"]), logits, joined_norms(manager)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with parallel_state.graph_capture(device) as context, torch.cuda.graph(graph, stream=context.stream):
@@ -179,7 +186,7 @@ def measured(asked: Any, config: Any, device: torch.device, batch: int) -> tuple
         torch.cuda.synchronize()
         seconds = seconds_of(graph.replay, asked["repeats"])
         del graph
-    return seconds, logits
+    return seconds, logits, joined_norms(manager)
 
 
 def main() -> None:
@@ -190,7 +197,11 @@ def main() -> None:
         torch.cuda.set_device(device)
     torch.set_default_dtype(torch.bfloat16)
     passes = {} if ON_GPU else dict.fromkeys(("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant"), False)
+    passes["fuse_allreduce_rms"] = joins = asked["fused"] and not asked["plug_in"]
+    described = {"model": sys.argv[2], "dtype": "bfloat16", "skip_tokenizer_init": True}
+    parallel_state.set_custom_all_reduce(asked["custom"])
     config = VllmConfig(
+        **({"model_config": ModelConfig(**described)} if joins else {}),
         compilation_config=CompilationConfig(pass_config=PassConfig(**passes)),
         additional_config={"proxyccl_fused_norms": asked["fused"]},
     )
@@ -212,9 +223,9 @@ def main() -> None:
             "device": torch.cuda.get_device_name(device) if ON_GPU else "cpu",
         }
         for batch in asked["batches"]:
-            found["seconds"][str(batch)], found["logits"][str(batch)] = measured(asked, config, device, batch)
-        joined = getattr(sys.modules.get("proxyccl_vllm.fused_norms"), "FusedNorms", None)
-        found["facts"]["joined norms"] = 0 if joined is None else joined.match_table["proxyccl_fused_norms"]
+            seconds, logits, joined = measured(asked, config, device, batch)
+            found["seconds"][str(batch)], found["logits"][str(batch)] = seconds, logits
+            found["facts"]["joined norms"] = joined
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
     Path(sys.argv[2], f"{rank}.json").write_text(json.dumps(found))

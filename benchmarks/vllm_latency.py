@@ -27,7 +27,7 @@ from typing import Any
 os.environ["MPI4PY_RC_INITIALIZE"] = "false"
 
 from program import RESULT, common_arguments, nvidia_driver, output_of
-from vllm_decoder import CONTENDERS, SMALL, Contender, Model
+from vllm_decoder import CONTENDERS, SMALL, Contender, Model, config_of, contenders_of
 
 from proxyccl.tools import options
 from proxyccl.tools.results import Fields, machine, versions, write_json
@@ -37,30 +37,6 @@ _JOB_SECONDS = 500.0
 _PROMPT = 64
 _SHORT, _LONG = 16, 144
 """The lengths of the two generations, in tokens."""
-
-
-def config_of(model: Model) -> Fields:
-    """Returns the configuration of a Llama, as transformers reads it."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": model.hidden,
-        "intermediate_size": model.intermediate,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_size,
-        "vocab_size": model.vocabulary,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "dtype": "bfloat16",
-        "torch_dtype": "bfloat16",
-    }
 
 
 def engine_options(folder: str, asked: Any) -> dict[str, Any]:
@@ -77,7 +53,9 @@ def engine_options(folder: str, asked: Any) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "disable_log_stats": True,
         "seed": 1,
-        "additional_config": {"proxyccl_fused_norms": asked["fused"]},
+        "additional_config": {"proxyccl_fused_norms": asked["fused"]} if asked["plug_in"] else {},
+        "disable_custom_all_reduce": not asked["custom"],
+        "compilation_config": {"pass_config": {"fuse_allreduce_rms": asked["fused"] and not asked["plug_in"]}},
         **({"attention_backend": asked["attention"]} if asked["attention"] else {}),
         **({"quantization": asked["quantization"]} if asked["quantization"] else {}),
     }
@@ -114,7 +92,7 @@ def run(contender: Contender, asked: Fields) -> Fields:
     Raises:
         SystemExit: the process failed, or did not end in time.
     """
-    given = json.dumps({**asked, "fused": contender.fused})
+    given = json.dumps({**asked, **contender.options})
     environment = {**os.environ, "VLLM_PLUGINS": contender.plugins, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, "--generate", given]
     output = output_of(contender.title, command, environment, _JOB_SECONDS)
@@ -138,9 +116,7 @@ def main() -> int:
     if parsed.generate is not None:
         generate(parsed.generate)
         return 0
-    chosen = [each for title in parsed.contenders for each in CONTENDERS if each.title == title]
-    if len(chosen) != len(parsed.contenders):
-        parser.error(f"--contenders: expected titles of {[each.title for each in CONTENDERS]}")
+    chosen = contenders_of(parsed.contenders)
     asked = {
         "model": vars(SMALL if parsed.small else Model()),
         "ranks": parsed.ranks,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from proxyccl.channels.calls._calls import Form
@@ -25,12 +25,16 @@ from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.execution_plans.executor import ExecutionPlans
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group
+from proxyccl.channels.schedules.rings import Step
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import Memory
+from proxyccl.device.stream_operations import StreamOperations
 from proxyccl.proxy.codec import Codec, Message
+from proxyccl.proxy.schedule import Schedule
 
 
 class _Start(Message, frozen=True):
@@ -143,6 +147,15 @@ class Collectives:
             with self.group.exchange.telling():
                 self.made_flows = Flows(self.group, whole_lines=self._whole_lines)
         return self.made_flows
+
+    def launchable(self, steps: Sequence[Step]) -> Launchable:
+        """Returns a launchable that runs `steps` one after the other."""
+        if len(steps) == 1 and isinstance(steps[0], Launch):
+            return steps[0]
+        operations = [step for step in steps if not isinstance(step, Schedule)]
+        if len(operations) < len(steps):
+            return self.by_proxy().rings.prepare(steps)
+        return StreamOperations(self.group.runtime, operations)
 
     def scratch(self, nbytes: int) -> Memory:
         """Returns scratch memory of at least `nbytes` bytes, which this rank's next collective may overwrite. The

@@ -16,7 +16,7 @@ from proxyccl.channels.collectives.by_proxy import ByProxy, others, rounds
 from proxyccl.channels.schedules.memory import ScheduleSpan, Side
 from proxyccl.channels.schedules.rings import Step
 from proxyccl.device.arrays.array import ArrayView
-from proxyccl.device.stream_operations import CopyBytes, StreamOperations
+from proxyccl.device.stream_operations import CopyBytes
 from proxyccl.proxy.schedule import STAGES, Schedule, ScheduleReceive
 
 _SHORTEST_PIECE = 1 << 20
@@ -45,8 +45,8 @@ Part = Callable[[int, int], Exchange]
 """
 
 
-def prepare_move(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share: int, part: Part) -> StreamOperations:
-    """Returns the stream operations of a collective that moves bytes.
+def move_steps(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share: int, part: Part) -> list[Step]:
+    """Returns the steps that a stream takes for a collective that moves bytes.
 
     Args:
         share: bytes that one rank sends to one other rank.
@@ -56,7 +56,7 @@ def prepare_move(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share:
     steps: list[Step] = []
     for begin, nbytes in rounds(share, by_proxy.longest_round // ranks):
         steps += _round(by_proxy, source, target, part(begin, nbytes), ranks * nbytes)
-    return by_proxy.rings.prepare(steps)
+    return steps
 
 
 def _round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchange, room: int) -> list[Step]:
@@ -122,8 +122,8 @@ def crosses_once(by_proxy: ByProxy, share: int) -> bool:
     return fits and topology.has_levels()
 
 
-def prepare_all_gather(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share: int) -> StreamOperations:
-    """Returns the stream operations of an all_gather in which a share of `share` bytes crosses to each node once."""
+def all_gather_steps(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share: int) -> list[Step]:
+    """Returns the steps of an all_gather in which a share of `share` bytes crosses to each node once."""
     group, memories, links = by_proxy.group, by_proxy.memories, by_proxy.links
     pinned, output = memories.pinned("source", target.nbytes), memories.pinned("target", target.nbytes)
     sent = pinned or memories.found_or_staged(memories.source(source.ptr, share), "source", share)
@@ -155,13 +155,11 @@ def prepare_all_gather(by_proxy: ByProxy, source: ArrayView, target: ArrayView, 
         (*crossing, *(links.send(peer, sent, share, dst_offset=own) for peer in near), *onwards),
         (*from_rails, *(ScheduleReceive(links.sends[peer], sends=sends) for peer in near)),
     )
-    return by_proxy.rings.prepare(
-        [
-            CopyBytes(sent.ptr, source.ptr, share),  # in an in-place call, the copies of this list are dropped
-            schedule,
-            *memories.own_copy(target.ptr + own, source.ptr, share),
-            *by_proxy.rings.end(range(len(rails))),
-            CopyBytes(target.ptr, output.ptr, own),
-            CopyBytes(target.ptr + own + share, output.ptr + own + share, target.nbytes - own - share),
-        ]
-    )
+    return [
+        CopyBytes(sent.ptr, source.ptr, share),  # in an in-place call, the copies of this list are dropped
+        schedule,
+        *memories.own_copy(target.ptr + own, source.ptr, share),
+        *by_proxy.rings.end(range(len(rails))),
+        CopyBytes(target.ptr, output.ptr, own),
+        CopyBytes(target.ptr + own + share, output.ptr + own + share, target.nbytes - own - share),
+    ]

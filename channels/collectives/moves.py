@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
+from collections.abc import Sequence
 
 from proxyccl.channels.arguments import rows_of_all, share_shape
 from proxyccl.channels.calls.launches import Launchable
@@ -13,14 +14,14 @@ from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.move_schedules import (
     Exchange,
     Transfer,
+    all_gather_steps,
     crosses_once,
-    prepare_all_gather,
-    prepare_move,
+    move_steps,
 )
 from proxyccl.channels.collectives.table import COLLECTIVES, LINE_KERNELS, PACKET_MOVES
 from proxyccl.channels.group import Group
+from proxyccl.channels.schedules.rings import Step
 from proxyccl.device.arrays.array import ArrayView
-from proxyccl.device.stream_operations import StreamOperations
 
 
 class Move(Collective):
@@ -41,12 +42,16 @@ class Move(Collective):
         bytes.
         """
 
-    def schedule(self, collectives: Collectives, call: Call, share: int) -> StreamOperations:
-        """Returns the stream operations of a call that a schedule carries out; `share` is in bytes."""
+    def schedule(self, collectives: Collectives, call: Call, share: int) -> Sequence[Step]:
+        """Returns the steps of a call that a schedule carries out; `share` is in bytes."""
         part = functools.partial(self.part, collectives.group, call.root, share)
-        return prepare_move(collectives.by_proxy(), call.source, call.target, share, part)
+        return move_steps(collectives.by_proxy(), call.source, call.target, share, part)
 
     def launch(self, collectives: Collectives, call: Call) -> Launchable:
+        return collectives.launchable(self.steps(collectives, call))
+
+    def steps(self, collectives: Collectives, call: Call) -> Sequence[Step]:
+        """Returns the steps that a stream takes for a call."""
         group, source, target = collectives.group, call.source, call.target
         share = self.share(group.world_size, call) * source.dtype.itemsize
         algorithm = collectives.choose(self.name, call.request, source.dtype, call.nbytes)
@@ -57,12 +62,12 @@ class Move(Collective):
         if self.name in PACKET_MOVES and packets is not None and share <= packets.move_bytes:
             launch = packets.move(share, call.request.cta_policy)
             kernel = (LINE_KERNELS if launch.lines else PACKET_MOVES)[self.name].load(group.runtime)
-            return kernel.prepare(launch.blocks, launch.threads, launch.parameter, source.ptr, target.ptr, share)
+            return [kernel.prepare(launch.blocks, launch.threads, launch.parameter, source.ptr, target.ptr, share)]
         root = () if call.root is None else (call.root,)
         reached = call.reached and not (self.rereads_output and source.ptr == target.ptr)
         arguments = (team.parameter(nbytes=share, reached=reached), source.ptr, target.ptr, share, *root)
         blocks = team.grid(share, call.request.cta_policy)
-        return COLLECTIVES[self.name][0].load(group.runtime).prepare(blocks, team.threads, *arguments)
+        return [COLLECTIVES[self.name][0].load(group.runtime).prepare(blocks, team.threads, *arguments)]
 
 
 class _AllGather(Move):
@@ -71,10 +76,10 @@ class _AllGather(Move):
     def shape(self, group: Group, source: ArrayView) -> tuple[int, ...]:
         return rows_of_all(group, source)
 
-    def schedule(self, collectives: Collectives, call: Call, share: int) -> StreamOperations:
+    def schedule(self, collectives: Collectives, call: Call, share: int) -> Sequence[Step]:
         by_proxy = collectives.by_proxy()
         if crosses_once(by_proxy, share):
-            return prepare_all_gather(by_proxy, call.source, call.target, share)
+            return all_gather_steps(by_proxy, call.source, call.target, share)
         return super().schedule(collectives, call, share)
 
     def part(self, group: Group, root: int | None, share: int, begin: int, nbytes: int) -> Exchange:

@@ -1,19 +1,21 @@
-"""all_reduce_rms_norm: reduces rows, adds the residual and applies RMSNorm, in one launch if ranks exchange packets."""
+"""all_reduce_rms_norm: reduces rows, adds the residual and applies RMSNorm, in one launch if ranks exchange packets. If
+the residual is divided among the ranks, each rank reduces and normalizes its own rows, which the ranks then gather.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
 import struct
 from typing import Any, NamedTuple
 
-from proxyccl.channels.arguments import input_view, new_like, overlap, require_writable
+from proxyccl.channels.arguments import input_view, new_like, overlap, require_writable, share_shape
 from proxyccl.channels.calls._calls import Form
 from proxyccl.channels.calls.launches import Launchable
 from proxyccl.channels.collectives.collective import Call
 from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.collectives.moves import ALL_GATHER
 from proxyccl.channels.collectives.packet_team import ALIGNMENT, RowShape
-from proxyccl.channels.collectives.reductions import launchable_of, steps_of_all_reduce
+from proxyccl.channels.collectives.reductions import REDUCE_SCATTER, part_of, steps_of_all_reduce
 from proxyccl.channels.collectives.request import Request, request_of
 from proxyccl.channels.collectives.run import issue
 from proxyccl.channels.collectives.table import NORM_KERNELS
@@ -42,7 +44,7 @@ class NormedRows(NamedTuple):
 
     Attributes:
         out: the normalized rows; None if the call has no weight.
-        residual: the sums of the ranks' rows and the residual.
+        residual: the sums of the ranks' rows and the residual; with a divided residual, only this rank's share.
         scales: with `quantize="float8"`, each row's scale; otherwise None.
     """
 
@@ -66,11 +68,16 @@ class _Options(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The views of a call's arrays, by name, and the rows' shape."""
+    """The views of a call's arrays, by name, and the rows' shape.
+
+    Attributes:
+        divided: whether each rank has only its share of the residual and of the sums.
+    """
 
     views: dict[str, ArrayView]
     rows: int
     width: int
+    divided: bool = False
 
     def launch(
         self,
@@ -91,6 +98,12 @@ class _Rows(NamedTuple):
         shipped = runtime.shipped(kernel.file, name, self.views["x"].dtype.name)
         arguments = (*team, *arrays, self.rows, self.width, options.eps, options.weight_bias, *sizes)
         return shipped.prepare(blocks, shape.threads, *arguments, shared=shape.shared_bytes)
+
+    def of_rank(self, rank: int, ranks: int) -> _Rows:
+        """Returns a rank's share of the rows, for a divided residual."""
+        counts = {name: view.size // ranks for name, view in self.views.items() if name in ("x", "out", "scales")}
+        own = {name: part_of(self.views[name], rank * count, count) for name, count in counts.items()}
+        return _Rows({**self.views, **own}, self.rows // ranks, self.width)
 
     @property
     def row_bytes(self) -> int:
@@ -135,32 +148,39 @@ class NormCalls:
         depend on the number of rows only if `tune` has chosen algorithms that add in different orders, which
         `invariant` prevents. Within a node, the call is one launch if rows are multiples of 16 bytes.
 
+        The residual may be *divided* among the ranks, as in sequence parallelism: `residual` and `residual_out` are
+        then arrays [M / world_size, ..., width], this rank's share of `x`, whose first dimension is M. Each rank
+        reduces and normalizes its share, and then the ranks gather `out` and `scales`. The call consists of a
+        `reduce_scatter`, a launch that normalizes, and one `all_gather` for each of the two results. The sums have the
+        bits of `reduce_scatter`, so within a node all results have the same bits as without the division.
+
         Args:
             x: this rank's rows: a contiguous array [..., width] of float16 or bfloat16, with a width of at most
                 262,144; the same shape on all ranks.
-            residual: an array like `x`; None to add nothing.
+            residual: an array like `x`, or this rank's share; None to add nothing.
             weight: an array [width] of the type of `x`; None to add without normalizing.
             eps: added to the mean of squares.
             weight_bias: added to each weight, in float32; 1 for Gemma's norms. Needs a weight unless it is 0.
             out: where `out` goes: an array like `x`, of float8_e4m3fn with `quantize`; may be `x` or `residual`; None
                 for a new array.
-            residual_out: where `residual` goes: an array like `x`; may be `x` or `residual`; None for a new array.
+            residual_out: where `residual` goes: an array like the argument `residual`; may be `x` or `residual`; None
+                for a new array. Without a residual, an array of this rank's share divides the sums.
             scales: where the scales go: an array [..., 1] of float32; None for a new array.
             quantize: "float8" for one scale per row, returned in `scales`: the row's greatest magnitude divided by 448;
                 or an array of one float32, the scale of all rows. With `quantize`, `out` is the normalized row divided
                 by its scale, and saturates at 448. None rounds to the type of `x`.
             algorithm, cta_policy: as for `all_reduce`. With "one_shot" and "two_shot_packets" the call is one launch;
                 with other algorithms it is an all_reduce, followed by a launch that normalizes the rows, even under the
-                policy "zero".
+                policy "zero". With a divided residual: as for `reduce_scatter`.
             stream: as for `all_reduce`.
 
         Returns:
             `out`, `residual` and `scales`. `out` is None without `weight`; `scales` is None without
                 `quantize="float8"`.
 
-        Raises the errors of `all_reduce`, MismatchError also if ranks differ in `eps`, `weight_bias` or `quantize`, or
-        in whether they pass a residual and a weight; and ArgumentError for an array of a wrong shape or type, for
-        arrays that overlap in part, and for options that contradict each other.
+        Raises the errors of `all_reduce`, MismatchError also if ranks differ in `eps`, `weight_bias` or `quantize`, in
+        whether they pass a residual and a weight, or in whether they divide the residual; and ArgumentError for an
+        array of a wrong shape or type, for arrays that overlap in part, and for options that contradict each other.
         """
         collectives = self._collectives
         by_row = isinstance(quantize, str)
@@ -178,18 +198,35 @@ class NormCalls:
         missing = [name for name in made if outputs[name] is None]
         if missing:
             source = input_view(self._group, x, "x")
-            outputs.update((name, _new(collectives, source, name, float8=quantize is not None)) for name in missing)
+            kept = source if residual is None else input_view(self._group, residual, "residual")
+            kinds = _kinds(source, kept.shape, quantizes=quantize is not None)
+            outputs.update((name, new_like(self._group, source, *kinds[name])) for name in missing)
         inputs, outputs = (
             {name: each for name, each in arrays.items() if each is not None} for arrays in (inputs, outputs)
         )
         prepare = collectives.preparing.get(NormCalls)
         if prepare is None:
-            prepare = collectives.preparing.setdefault(NormCalls, functools.partial(_prepare, collectives))
+            prepare = collectives.preparing.setdefault(NormCalls, _Preparer(collectives))
         epsilon = _as_float32("eps", eps, 0)
         bias = _as_float32("weight_bias", weight_bias, -_MOST_NUMBER) if weight_bias else 0.0
         options = tuple(_Options(prepare, algorithm, cta_policy, epsilon, bias, (*inputs,), (*outputs,)))
         issue(collectives, (*inputs.values(),), (*outputs.values(),), options, stream, names=((*inputs,), (*outputs,)))
         return NormedRows(outputs.get("out"), outputs["residual_out"], outputs.get("scales"))
+
+
+def _kinds(x: ArrayView, kept: tuple[int, ...], *, quantizes: bool) -> dict[str, tuple[tuple[int, ...], DType]]:
+    """Returns the shape and the element type of each array, by name. `kept` is the shape of the residual and the sums.
+    The scale "quantize" may have any shape of one element.
+    """
+    float32, normed = as_dtype("float32"), as_dtype(FLOAT8) if quantizes else x.dtype
+    return {
+        "x": (x.shape, x.dtype),
+        **dict.fromkeys(("residual", "residual_out"), (kept, x.dtype)),
+        "weight": (x.shape[-1:], x.dtype),
+        "quantize": ((1,), float32),
+        "out": (x.shape, normed),
+        "scales": ((*x.shape[:-1], 1), float32),
+    }
 
 
 def _as_float32(name: str, given: Any, least: float) -> float:
@@ -203,86 +240,94 @@ def _as_float32(name: str, given: Any, least: float) -> float:
     return value
 
 
-def _new(collectives: Collectives, x: ArrayView, name: str, *, float8: bool) -> Any:
-    if name == "scales":
-        return new_like(collectives.group, x, (*x.shape[:-1], 1), as_dtype("float32"))
-    return new_like(collectives.group, x, x.shape, as_dtype(FLOAT8) if float8 and name == "out" else None)
+class _Preparer:
+    """Prepares one group's calls. A group has one `_Preparer`, because `Calls` compares it by identity."""
 
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
 
-def _prepare(collectives: Collectives, x: Any, out: Any, given: tuple[Any, ...], _reached: bool, logged: bool) -> Form:
-    options = _Options(*given)
-    named = dict(zip((*options.inputs, *options.outputs), (*x, *out), strict=True))
-    request = request_of("all_reduce", options.algorithm, options.cta_policy, False, collectives.standing.cta_policy)
-    rows = _check(collectives.group, named)
-    source = rows.views["x"]
-    numbers = struct.pack("2f", options.eps, options.weight_bias)
-    entry = CollectiveCall(
-        "all_reduce_rms_norm",
-        source.dtype.name,
-        "sum",
-        request.name,
-        count=source.size,
-        shape=(rows.rows, rows.width, numbers, *options.inputs, "scales" in options.outputs),
-    )
-    views = tuple(rows.views.values())
-    return collectives.prepare_form(entry, views, lambda: _launch(collectives, rows, request, options), logged=logged)
+    def __call__(self, x: Any, out: Any, given: tuple[Any, ...], _reached: bool, logged: bool) -> Form:
+        collectives, options = self._collectives, _Options(*given)
+        named = dict(zip((*options.inputs, *options.outputs), (*x, *out), strict=True))
+        rows = self._check(named)
+        request = request_of(
+            "reduce_scatter" if rows.divided else "all_reduce",
+            options.algorithm,
+            options.cta_policy,
+            False,
+            collectives.standing.cta_policy,
+        )
+        source = rows.views["x"]
+        numbers = struct.pack("2f", options.eps, options.weight_bias)
+        entry = CollectiveCall(
+            "all_reduce_rms_norm",
+            source.dtype.name,
+            "sum",
+            request.name,
+            count=source.size,
+            shape=(rows.rows, rows.width, numbers, *options.inputs, "scales" in options.outputs, rows.divided),
+        )
+        views = tuple(rows.views.values())
+        return collectives.prepare_form(entry, views, lambda: self._launch(rows, request, options), logged=logged)
 
+    def _check(self, named: dict[str, Any]) -> _Rows:
+        group = self._collectives.group
+        views = {name: input_view(group, array, name) for name, array in named.items()}
+        x = views["x"]
+        if x.dtype.name not in _DTYPES:
+            raise ArgumentError("x", f"has element type {x.dtype}; expected one of {', '.join(_DTYPES)}")
+        if not x.shape or not 0 < x.shape[-1] <= _MOST_WIDTH:
+            raise ArgumentError("x", f"has shape {x.shape}; expected rows of 1 to {_MOST_WIDTH} elements")
+        width, kept = x.shape[-1], views.get("residual", views["residual_out"]).shape
+        may_divide = len(x.shape) > 1 and kept != x.shape and x.shape[0] % group.world_size == 0
+        divided = may_divide and kept == share_shape(group, x)
+        kinds = _kinds(x, kept if divided else x.shape, quantizes="scales" in views or "quantize" in views)
+        for name, view in views.items():
+            shape, dtype = kinds[name]
+            if view.dtype != dtype:
+                raise ArgumentError(name, f"has element type {view.dtype}; expected {dtype}")
+            if name == "quantize" and view.size != 1:
+                raise ArgumentError(name, f"has {view.size} elements; expected one, the scale of all rows")
+            if name != "quantize" and view.shape != shape:
+                raise ArgumentError(name, f"has shape {view.shape}; expected {shape}")
+            if name in _OUTPUTS:
+                require_writable(view, name)
+        _refuse_overlaps(views)
+        return _Rows(views, x.size // width, width, divided)
 
-def _check(group: Group, named: dict[str, Any]) -> _Rows:
-    views = {name: input_view(group, array, name) for name, array in named.items()}
-    x = views["x"]
-    if x.dtype.name not in _DTYPES:
-        raise ArgumentError("x", f"has element type {x.dtype}; expected one of {', '.join(_DTYPES)}")
-    if not x.shape or not 0 < x.shape[-1] <= _MOST_WIDTH:
-        raise ArgumentError("x", f"has shape {x.shape}; expected rows of 1 to {_MOST_WIDTH} elements")
-    width = x.shape[-1]
-    like, by_row = x.shape, (*x.shape[:-1], 1)
-    float8, float32 = as_dtype(FLOAT8), as_dtype("float32")
-    normed = float8 if "scales" in views or "quantize" in views else x.dtype
-    expected: dict[str, tuple[tuple[int, ...] | None, DType]] = {
-        "residual": (like, x.dtype),
-        "weight": ((width,), x.dtype),
-        "quantize": (None, float32),
-        "out": (like, normed),
-        "residual_out": (like, x.dtype),
-        "scales": (by_row, float32),
-    }
-    for name, view in views.items():
-        shape, dtype = expected.get(name, (like, x.dtype))
-        if view.dtype != dtype:
-            raise ArgumentError(name, f"has element type {view.dtype}; expected {dtype}")
-        if shape is None and view.size != 1:
-            raise ArgumentError(name, f"has {view.size} elements; expected one, the scale of all rows")
-        if shape is not None and view.shape != shape:
-            raise ArgumentError(name, f"has shape {view.shape}; expected {shape}")
-        if name in _OUTPUTS:
-            require_writable(view, name)
-    _refuse_overlaps(views)
-    return _Rows(views, x.size // width, width)
-
-
-def _launch(collectives: Collectives, rows: _Rows, request: Request, options: _Options) -> Launchable:
-    group, source, row_bytes = collectives.group, rows.views["x"], rows.row_bytes
-    dtype = source.dtype
-    runtime, defaults = group.runtime, group.runtime.launch_defaults
-    alone = group.world_size == 1
-    chosen = "alone" if alone else collectives.choose("all_reduce", request, dtype, source.nbytes)
-    packets = None if alone or chosen == "hierarchical" else collectives.team().packets
-    if request.algorithm is None and chosen not in ("proxy", "hierarchical"):
-        chosen = "one_shot" if chosen == "one_shot" or group.world_size == 2 else "two_shot_packets"
-    if packets is not None and chosen in NORM_KERNELS and row_bytes % ALIGNMENT == 0:
-        shape = packets.row_shape(rows.rows, row_bytes)
-        blocks, team = packets.of_rows(shape, rows.rows, request.cta_policy)
-        return rows.launch(runtime, shape, chosen, source.ptr, options, blocks, team)
-    lines = packets is not None and len(packets.scratch) > 1  # if packets are lines, sums have another order
-    shape = RowShape.of(defaults, row_bytes, None, lines=lines)
-    blocks = min(rows.rows, _NORMS_AT_ONCE * defaults.blocks)
-    if alone:
-        return rows.launch(runtime, shape, None, source.ptr, options, blocks)
-    summed = collectives.scratch(source.nbytes)
-    target = ArrayView(summed.ptr, source.shape, dtype, source.device, True, summed)
-    reduced = steps_of_all_reduce(collectives, Call(None, None, source, target, "sum", None, request), chosen)
-    return launchable_of(collectives, [*reduced, rows.launch(runtime, shape, None, summed.ptr, options, blocks)])
+    def _launch(self, rows: _Rows, request: Request, options: _Options) -> Launchable:
+        collectives, source = self._collectives, rows.views["x"]
+        group, dtype, row_bytes = collectives.group, source.dtype, rows.row_bytes
+        runtime, defaults = group.runtime, group.runtime.launch_defaults
+        alone = group.world_size == 1
+        packets = None if alone or group.topology.has_levels() else collectives.team().packets
+        chosen = "none"
+        if not (alone or rows.divided):
+            chosen = collectives.choose("all_reduce", request, dtype, source.nbytes)
+        if request.algorithm is None and chosen not in ("none", "proxy", "hierarchical"):
+            chosen = "one_shot" if chosen == "one_shot" or group.world_size == 2 else "two_shot_packets"
+        if packets is not None and chosen in NORM_KERNELS and row_bytes % ALIGNMENT == 0:
+            shape = packets.row_shape(rows.rows, row_bytes)
+            blocks, team = packets.of_rows(shape, rows.rows, request.cta_policy)
+            return rows.launch(runtime, shape, chosen, source.ptr, options, blocks, team)
+        lines = packets is not None and len(packets.scratch) > 1  # if packets are lines, sums have another order
+        shape = RowShape.of(defaults, row_bytes, None, lines=lines)
+        own = rows.of_rank(group.rank, group.world_size) if rows.divided else rows
+        blocks = min(own.rows, _NORMS_AT_ONCE * defaults.blocks)
+        if alone:
+            return rows.launch(runtime, shape, None, source.ptr, options, blocks)
+        summed = collectives.scratch(own.views["x"].nbytes)
+        target = ArrayView(summed.ptr, own.views["x"].shape, dtype, source.device, True, summed)
+        call = Call(None, None, source, target, "sum", None, request)
+        norm = own.launch(runtime, shape, None, summed.ptr, options, blocks)
+        if not rows.divided:
+            return collectives.launchable([*steps_of_all_reduce(collectives, call, chosen), norm])
+        steps = [*REDUCE_SCATTER.steps(collectives, call), norm]
+        for name in ("out", "scales"):
+            if name in own.views:
+                gather = Call(None, None, own.views[name], rows.views[name], None, None, request)
+                steps += ALL_GATHER.steps(collectives, gather)
+        return collectives.launchable(steps)
 
 
 def _refuse_overlaps(views: dict[str, ArrayView]) -> None:

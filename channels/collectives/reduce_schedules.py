@@ -21,7 +21,7 @@ from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.kernel import Launch
-from proxyccl.device.stream_operations import CopyBytes, StreamOperations
+from proxyccl.device.stream_operations import CopyBytes
 from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 
 _SLOT_ALIGNMENT = 128
@@ -117,8 +117,8 @@ class _Pieces:
         ]
 
 
-def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
-    """Returns the stream operations of a reduce_scatter. `source` has `target.size` elements for each rank."""
+def reduce_scatter_steps(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> list[Step]:
+    """Returns the steps that a stream takes for a reduce_scatter. `source` has `target.size` elements for each rank."""
     ranks, itemsize = by_proxy.group.world_size, source.dtype.itemsize
     steps: list[Step] = []
     for begin, count in rounds(target.size, by_proxy.longest_round // (ranks * itemsize)):
@@ -126,7 +126,7 @@ def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayVi
         part = _Reduction(by_proxy, source, op, shares, ranks)
         steps += [*part.copies_in, Schedule(part.posts(), part.sends(), part.receives(), joined=_JOINED)]
         steps += part.reduce(target.ptr + begin * itemsize, posts=ranks - 1, gated=False)
-    return by_proxy.rings.prepare(steps)
+    return steps
 
 
 def all_reduce_steps(

@@ -12,7 +12,7 @@ from proxyccl.channels.calls.launches import Launchable
 from proxyccl.channels.collectives.by_proxy import rounds
 from proxyccl.channels.collectives.collective import Call, Collective, Options
 from proxyccl.channels.collectives.collectives import WIDE_PARTS_BYTES, Collectives
-from proxyccl.channels.collectives.reduce_schedules import all_reduce_steps, prepare_reduce_scatter
+from proxyccl.channels.collectives.reduce_schedules import all_reduce_steps, reduce_scatter_steps
 from proxyccl.channels.collectives.request import CtaPolicy, Request
 from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS, sends_through_pinned_memory
 from proxyccl.channels.collectives.table import (
@@ -30,7 +30,6 @@ from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DTYPES
 from proxyccl.device.kernel import Launch
 from proxyccl.device.stream_operations import StreamOperations
-from proxyccl.proxy.schedule import Schedule
 
 _BetweenStep = TypeVar("_BetweenStep")
 _MOST_SCHEDULED_RANKS = 128
@@ -45,7 +44,7 @@ class _AllReduce(Collective):
 
     def launch(self, collectives: Collectives, call: Call) -> Launchable:
         chosen = collectives.choose(self.table, call.request, call.source.dtype, call.nbytes)
-        return launchable_of(collectives, steps_of_all_reduce(collectives, call, chosen))
+        return collectives.launchable(steps_of_all_reduce(collectives, call, chosen))
 
 
 ALL_REDUCE = _AllReduce()
@@ -77,16 +76,6 @@ def steps_of_all_reduce(collectives: Collectives, call: Call, chosen: str) -> Se
     return [shipped.prepare(team.grid(source.nbytes, policy), team.threads, team.parameter(), *arrays)]
 
 
-def launchable_of(collectives: Collectives, steps: Sequence[Step]) -> Launchable:
-    """Returns a launchable that runs `steps` one after the other."""
-    if len(steps) == 1 and isinstance(steps[0], Launch):
-        return steps[0]
-    operations = [step for step in steps if not isinstance(step, Schedule)]
-    if len(operations) < len(steps):
-        return collectives.by_proxy().rings.prepare(steps)
-    return StreamOperations(collectives.group.runtime, operations)
-
-
 def _prepare_two_shot(
     group: Group,
     team: Team,
@@ -115,7 +104,8 @@ def _one_round(
     return shipped.prepare(1, team.threads, team.parameter(divisor=divisor), source.ptr, target.ptr, target.size)
 
 
-def _part(view: ArrayView, first: int, count: int) -> ArrayView:
+def part_of(view: ArrayView, first: int, count: int) -> ArrayView:
+    """Returns a view of `count` elements of an array, from the element `first` on."""
     ptr = view.ptr + first * view.dtype.itemsize
     return ArrayView(ptr, (count,), view.dtype, view.device, view.writable, view.owner)
 
@@ -198,7 +188,7 @@ class _Levels(Struct, Generic[_BetweenStep], frozen=True):
         for begin, count in rounds(source.size, WIDE_PARTS_BYTES // float32.itemsize):
             part = ArrayView(memory.ptr, (count,), float32, source.device, True, memory)
             grid = inside.grid(part.nbytes, self.policy)
-            first, last = _part(source, begin, count).ptr, _part(target, begin, count).ptr
+            first, last = part_of(source, begin, count).ptr, part_of(target, begin, count).ptr
             steps += [
                 widen.prepare(grid, inside.threads, first, part.ptr, count),
                 *self._steps(part, part),
@@ -212,9 +202,9 @@ class _Levels(Struct, Generic[_BetweenStep], frozen=True):
 
         def whole(begin: int) -> list[Launch | _BetweenStep]:
             count = source.size - begin
-            part = _part(target, begin, count)
+            part = part_of(target, begin, count)
             return [
-                _one_round(group, inside, self.partial, _part(source, begin, count), part),
+                _one_round(group, inside, self.partial, part_of(source, begin, count), part),
                 *self.reduce_whole(part),
             ]
 
@@ -224,7 +214,7 @@ class _Levels(Struct, Generic[_BetweenStep], frozen=True):
         even = share * topology.local_world_size
         steps: list[Launch | _BetweenStep] = []
         if share:
-            own, team = _part(target, topology.local_rank * share, share), inside.parameter()
+            own, team = part_of(target, topology.local_rank * share, share), inside.parameter()
             scatter = COLLECTIVES["reduce_scatter"][0].load(group.runtime, dtype.name, self.partial)
             gather = COLLECTIVES["all_gather"][0].load(group.runtime)
             grids = inside.grid(even * dtype.itemsize, self.policy), inside.grid(own.nbytes, self.policy)
@@ -276,15 +266,19 @@ class _ReduceScatter(Collective):
         return 0 if isinstance(launchable, StreamOperations) else -1
 
     def launch(self, collectives: Collectives, call: Call) -> Launchable:
+        return collectives.launchable(self.steps(collectives, call))
+
+    def steps(self, collectives: Collectives, call: Call) -> Sequence[Step]:
+        """Returns the steps that a stream takes for a call."""
         group, source, target, op = collectives.group, call.source, call.target, call.op
         assert op is not None
         algorithm = collectives.choose(self.name, call.request, source.dtype, call.nbytes)
         if collectives.goes_by_schedule(algorithm):
-            return prepare_reduce_scatter(collectives.by_proxy(), source, target, op)
+            return reduce_scatter_steps(collectives.by_proxy(), source, target, op)
         team, kernel = collectives.team(), COLLECTIVES[self.name][0]
         blocks, parameter = team.scatter(target.size, source.dtype.itemsize, call.request.cta_policy)
         shipped = kernel.load(group.runtime, source.dtype.name, op)
-        return shipped.prepare(blocks, team.threads, parameter, source.ptr, target.ptr, target.size)
+        return [shipped.prepare(blocks, team.threads, parameter, source.ptr, target.ptr, target.size)]
 
 
 REDUCE_SCATTER = _ReduceScatter()

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from proxyccl.channels.communicator import Communicator
+from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.errors import (
     AbortedError,
+    ArgumentError,
     ClosedError,
     CommunicatorError,
     PeerLostError,
@@ -21,6 +23,7 @@ from proxyccl.device.errors import (
     raise_in_place_of,
     renumbered,
 )
+from proxyccl.device.runtimes import require_suspendable
 from proxyccl.torch.on_gpu import DeviceRuntimes, compile_early, runtime_name
 from proxyccl.torch.store_bootstrap import StoreBootstrap
 from proxyccl.torch.to_self import ToSelf
@@ -111,6 +114,19 @@ class Endpoints:
         """Returns the communicator of all ranks for a device; if none exists, all ranks make it in this call."""
         made = self._made.get((device.type, device.index, None))
         return made if made is not None else self._make(device, None)
+
+    def set_suspendable(self, device: torch.device, suspendable: bool) -> None:
+        """Sets whether communicators that are made from now on can be suspended.
+
+        Raises ArgumentError if a communicator with the other setting exists, and RuntimeUnavailableError if the
+        device's driver can't suspend memory.
+        """
+        suspendable = as_flag(suspendable, "suspendable")
+        if suspendable:
+            require_suspendable(runtime_name(device))
+        if any(comm.group.device_memory.suspendable != suspendable for comm in self.made):
+            raise ArgumentError("suspendable", f"is {suspendable}; expected the setting of the group's communicator")
+        self.settings = self.settings._replace(suspendable=suspendable)
 
     def with_peer(self, device: torch.device, peer: int) -> Communicator:
         """Returns the communicator with a peer for a device; if none exists, both ranks make it in this call."""

@@ -19,7 +19,12 @@ _library.define(
 )
 
 
-def communicator_of(group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> Communicator:
+def communicator_of(
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    *,
+    suspendable: bool | None = None,
+) -> Communicator:
     """Returns the communicator of a process group's collectives on a device. The program's calls on the communicator
     and the group's collectives run one after the other. The group closes the communicator.
 
@@ -28,15 +33,20 @@ def communicator_of(group: dist.ProcessGroup | None = None, device: torch.device
     Args:
         group: a process group of the backend ``"proxyccl"``; None for the default group.
         device: the device; None for the current GPU if torch has GPUs, else the CPU.
+        suspendable: whether the group can be suspended (see `Options`). All ranks pass the same value. None keeps the
+            group's setting.
 
     Raises:
-        ArgumentError: the group has another backend for the device.
+        ArgumentError: the group has another backend for the device, or a communicator whose `suspendable` differs.
+        RuntimeUnavailableError: the device's driver can't suspend memory.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     where = with_index(torch.device(device))
     backend = _backend_of(dist.group.WORLD if group is None else group, where)
     with torch_errors():
+        if suspendable is not None:
+            backend.endpoints.set_suspendable(where, suspendable)
         return backend.endpoints.of_all(where)
 
 

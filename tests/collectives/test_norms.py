@@ -210,6 +210,39 @@ def test_new_arrays_of_one_kind_are_prepared_once(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.parametrize("kind", ["rows", "float8", "one scale", "sums", "no residual", "in place"])
+def test_a_divided_residual_changes_no_value(ranks: Ranks, kind: str) -> None:
+    """Each rank has its share of the residual and of the sums; all ranks have all normalized rows."""
+    number, world_size = "bfloat16", ranks.world_size
+
+    def body(comm: Communicator) -> None:
+        one = on_device(comm, np.full(1, 0.02, np.float32))
+        options = {"float8": {"quantize": "float8"}, "one scale": {"quantize": one}}.get(kind, {})
+        for shape in ((world_size, 64), (2 * world_size, 3, 100), (world_size, 7), (3 * world_size, 2048)):
+            share = slice(comm.rank * shape[0] // world_size, (comm.rank + 1) * shape[0] // world_size)
+            for algorithm in (None, "kernels", "proxy") if world_size > 1 else (None,):
+                x, residual, weight = inputs(comm.rank, shape, number)
+                whole = [on_device(comm, each) for each in (x, residual, weight)]
+                arrays = [on_device(comm, each) for each in (x, residual[share], weight)]
+                places: dict[str, Any] = {}
+                if kind == "sums":
+                    whole[2] = arrays[2] = None
+                elif kind == "no residual":
+                    whole[1] = arrays[1] = None
+                    places["residual_out"] = on_device(comm, np.zeros_like(residual[share]))
+                elif kind == "in place":
+                    places.update(out=arrays[0], residual_out=arrays[1])
+                want = comm.all_reduce_rms_norm(*whole, EPS, **options)
+                got = comm.all_reduce_rms_norm(*arrays, EPS, algorithm=algorithm, **options, **places)
+                barrier(comm)
+                assert on_host(got.residual).tobytes() == on_host(want.residual)[share].tobytes(), (shape, algorithm)
+                for mine, other in ((got.out, want.out), (got.scales, want.scales)):
+                    assert (mine is None) == (other is None)
+                    assert mine is None or on_host(mine).tobytes() == on_host(other).tobytes(), (shape, algorithm)
+
+    ranks.run(body)
+
+
 @pytest.mark.parametrize("unaligned", ["x", "residual", "weight", "out", "residual_out"])
 def test_one_rank_may_have_arrays_that_are_not_aligned(ranks: Ranks, unaligned: str) -> None:
     shape = (4, 64)
@@ -314,6 +347,28 @@ def test_wrong_arguments_are_refused_before_anything_moves(changed: dict[str, An
     run_ranks(1, body)
 
 
+@pytest.mark.parametrize("world_size", world_sizes(2))
+def test_arrays_that_divide_the_residual_differently_are_refused(world_size: int) -> None:
+    share, whole = (2, 32), (4, 32)
+
+    def body(comm: Communicator) -> None:
+        for words, changed in (
+            ("residual_out: has shape (2, 32); expected (4, 32)", {"residual": whole, "residual_out": share}),
+            ("residual_out: has shape (4, 32); expected (2, 32)", {"residual": share, "residual_out": whole}),
+            ("out: has shape (2, 32); expected (4, 32)", {"residual": share, "out": share}),
+            ("residual: has shape (2, 32); expected (3, 32)", {"x": (3, 32), "residual": share}),
+            ("residual: has shape (16,); expected (32,)", {"x": (32,), "residual": (16,)}),
+        ):
+            given = arguments(comm, **{name: ("bfloat16", shape) for name, shape in changed.items()})
+            with pytest.raises(ArgumentError, match=f"^{re.escape(words)}"):
+                comm.all_reduce_rms_norm(**given)
+        with pytest.raises(ArgumentError, match=r"^algorithm: unknown algorithm 'one_shot'; expected one of kernels"):
+            comm.all_reduce_rms_norm(**arguments(comm, residual=("bfloat16", share)), algorithm="one_shot")
+        comm.all_reduce_rms_norm(**arguments(comm))  # the communicator stays usable
+
+    run_ranks(world_size, body)
+
+
 def test_overlapping_arrays_are_refused() -> None:
     def body(comm: Communicator) -> None:
         both = on_device(comm, np.zeros((8, 32), numpy_dtype("bfloat16")))
@@ -359,6 +414,15 @@ def test_ranks_with_different_options_are_told(changed: dict[str, Any], world_si
     def body(comm: Communicator) -> None:
         comm.all_reduce_rms_norm(**arguments(comm, eps=np.float32(EPS) if comm.rank else EPS))
         comm.all_reduce_rms_norm(**arguments(comm, **(changed if comm.rank else {})))
+
+    with pytest.raises(MismatchError, match="in another shape or with other options on rank"):
+        run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("world_size", world_sizes(2))
+def test_ranks_of_which_one_divides_the_residual_are_told(world_size: int) -> None:
+    def body(comm: Communicator) -> None:
+        comm.all_reduce_rms_norm(**arguments(comm, residual=("bfloat16", (2 + 2 * comm.rank, 32))))
 
     with pytest.raises(MismatchError, match="in another shape or with other options on rank"):
         run_ranks(world_size, body)

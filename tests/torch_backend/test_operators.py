@@ -178,10 +178,44 @@ def test_the_fake_operator_agrees_with_the_real_one() -> None:
     run(body, 1)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_residual_may_be_divided_among_the_ranks(compiled: bool) -> None:
+    def body(group: Any) -> None:
+        torch._dynamo.reset()
+        weight = torch.linspace(0.5, 2, 48).to(torch.bfloat16)
+        residual = rows(100)
+        sums, normed = expected(2, residual, weight)
+        own = residual.chunk(2)[group.rank()].clone()
+        function = torch.compile(block, fullgraph=True) if compiled else block
+        got = function(rows(group.rank()), own, weight, named(group))
+        assert torch.equal(own, sums.chunk(2)[group.rank()])
+        torch.testing.assert_close(got, (2 * normed).to(torch.bfloat16), rtol=2**-7, atol=2**-7)
+
+    run(body, 2)
+
+
 def test_a_groups_communicator_makes_its_calls() -> None:
     def body(group: Any) -> None:
         comm = communicator_of(torch_group(group), "cpu")
         assert comm is group.endpoints.made[0]
+        x = torch.ones(3)
+        comm.all_reduce(x)
+        assert x.tolist() == [2, 2, 2]
+
+    run(body, 2)
+
+
+def test_a_groups_communicator_is_made_so_that_it_can_be_suspended() -> None:
+    def body(group: Any) -> None:
+        whole = communicator_of(torch_group(group), "cpu", suspendable=False)
+        with pytest.raises(ArgumentError, match="suspendable: is True; expected the setting of the group's comm"):
+            communicator_of(torch_group(group), "cpu", suspendable=True)
+        assert communicator_of(torch_group(group), "cpu") is whole
+        part = torch_group(group.split(group.get_group_store(), [0, 1], None))
+        comm = communicator_of(part, "cpu", suspendable=True)
+        assert communicator_of(part, "cpu", suspendable=True) is comm
+        comm.suspend()
+        comm.resume()
         x = torch.ones(3)
         comm.all_reduce(x)
         assert x.tolist() == [2, 2, 2]

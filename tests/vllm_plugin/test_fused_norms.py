@@ -8,10 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
+import vllm._custom_ops
 from proxyccl_vllm.fused_norms import FusedNorms, PassManager
 from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.compilation.passes.ir.inplace_functionalization import VllmIRInplaceFunctionalizationPass
-from vllm.config import get_current_vllm_config
+from vllm.config import ModelConfig, get_current_vllm_config
 from vllm.config.utils import Range
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -204,6 +205,75 @@ def quantized(kind: str, native: bool) -> None:
                 torch.testing.assert_close(got[2], want[2], **TOLERANCES)
                 back, wanted = (each[0].float() * each[1] for each in (got, want))
                 torch.testing.assert_close(back, wanted, rtol=1 / 7, atol=0.05)
+
+
+_library = torch.library.Library("_C", "FRAGMENT")
+_library.define(
+    "scaled_fp4_quant.out(Tensor input, Tensor input_scale, bool is_sf_swizzled_layout, *, "
+    "Tensor(a!) output, Tensor(b!) output_scale) -> ()"
+)
+
+
+def quantize_to_float4(x: Any, scale: Any, _: bool, *, output: Any, output_scale: Any) -> None:
+    """Stands in for vLLM's kernel, which needs a GPU: keeps the signs and every second value."""
+    output.copy_((x[:, ::2].float() * scale).sign() + 1)
+    output_scale.zero_()
+
+
+_library.impl("scaled_fp4_quant.out", quantize_to_float4, "CPU")
+torch.library.register_fake("_C::scaled_fp4_quant.out", lambda *_, **__: None, lib=_library)
+
+
+class Narrow(Quantized):
+    """Norms whose rows are quantized to NVFP4."""
+
+    def __init__(self, adds: bool) -> None:
+        super().__init__(RMSNorm, None, True, adds)
+        self.quantize = lambda rows, _: vllm._custom_ops.scaled_fp4_quant(rows, torch.ones(()))
+
+
+@on_two
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_norm_before_nvfp4_is_joined_without_the_quantization(ranks: Any, adds: bool) -> None:
+    ranks.run(narrowed, adds)
+
+
+def narrowed(adds: bool) -> None:
+    model, given = Narrow(adds), inputs()
+    with torch.no_grad():
+        want = model(*[each.clone() for each in given])
+    got, made = through_the_passes(model, given)
+    assert made == ["not"]
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[2], want[2], **TOLERANCES)
+
+
+class Apart(Block):
+    """A block of vLLM's Transformers backend, whose residuals are added apart from the norms."""
+
+    def forward(self, x: Any, y: Any, residual: Any) -> Any:
+        residual = residual + tensor_model_parallel_all_reduce(x * 2)
+        residual = residual + tensor_model_parallel_all_reduce(self.first(residual) + y)
+        return self.second(residual)
+
+
+@on_two
+def test_a_residual_that_the_model_adds_is_joined(ranks: Any) -> None:
+    ranks.run(added_by_the_model)
+
+
+def added_by_the_model() -> None:
+    config, model = get_current_vllm_config(), Apart(RMSNorm, 1e-6, torch.bfloat16)
+    described = mock.Mock(spec=ModelConfig, dtype=torch.bfloat16, hf_text_config=None)
+    given = [each[None] for each in inputs()]  # the backend has a dimension for the batch
+    for transformers, norms in ((True, 2), (False, 0)):
+        described.using_transformers_backend.return_value = transformers
+        with torch.no_grad():
+            want = model(*[each.clone() for each in given])
+        with mock.patch.object(config, "model_config", described):
+            got, made = through_the_passes(model, given)
+        assert made == ["not"] * norms
+        torch.testing.assert_close(got, want, **TOLERANCES)
 
 
 @on_two

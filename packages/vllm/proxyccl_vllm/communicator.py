@@ -54,11 +54,8 @@ class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
             super().__init__(cpu_group, device, device_group, unique_name if of_experts else "", **options)
         self.unique_name = unique_name
         config = get_current_vllm_config_or_none()
-        if config is not None and getattr(config.model_config, "enable_nccl_comm_suspend", False):  # vLLM 0.26 lacks it
-            # A communicator that was split from the default group's would have that communicator's setting.
-            endpoints = device_group._get_backend(self.device).endpoints
-            endpoints.settings = endpoints.settings._replace(suspendable=True)
-        self._communicator = communicator_of(device_group, self.device)
+        sleeps = config is not None and getattr(config.model_config, "enable_nccl_comm_suspend", False)  # not in 0.26
+        self._communicator = communicator_of(device_group, self.device, suspendable=True if sleeps else None)
         self.group_name = f"proxyccl {unique_name}"
         torch._C._distributed_c10d._register_process_group(self.group_name, device_group)
         logger.info_once("Using ProxyCCL for the group '%s'.", unique_name)

@@ -23,6 +23,11 @@ from vllm.platforms import current_platform
 
 from proxyccl_vllm.platform import FUSED_NORMS
 
+try:
+    from vllm.compilation.passes.fusion.add_rms_fusion import AddRMSNormFusionPass
+except ImportError:  # vLLM 0.26
+    AddRMSNormFusionPass = None
+
 _OPERATOR = torch.ops.proxyccl.all_reduce_rms_norm.default
 _RESIDUAL, _OUT, _SCALES = 1, 2, 3
 """The places of the operator's results in its functionalized form."""
@@ -189,6 +194,13 @@ class PassManager(PostGradPassManager):  # type: ignore[misc]
         asked = options.get(FUSED_NORMS, True) if isinstance(options, dict) else True
         if not asked or get_tensor_model_parallel_world_size() == 1:
             return
-        place = next((i for i, each in enumerate(self.passes) if type(each).__name__ not in _EARLIER), len(self.passes))
+        names = [type(each).__name__ for each in self.passes]
+        place = next((i for i, name in enumerate(names) if name not in _EARLIER), len(names))
+        model = config.model_config
+        adds_apart = AddRMSNormFusionPass is not None and model is not None and model.using_transformers_backend()
         with set_current_vllm_config(config, check_compile=False):
-            self.passes.insert(place, FusedNorms(config))
+            added = [FusedNorms(config)]
+            if adds_apart and "AddRMSNormFusionPass" not in names:
+                # vLLM configures this pass only for its own fusions, one of which the platform switches off.
+                added.insert(0, AddRMSNormFusionPass(config))
+            self.passes[place:place] = added
