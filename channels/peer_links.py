@@ -285,6 +285,43 @@ class PeerLinks:
             return functools.partial(self._control.semaphore_handle, channel)
         return functools.partial(self._segments[peer].semaphore_handle, channel) if peer in self._segments else bytes
 
+    # -- while the group is suspended ---
+
+    def suspend(self) -> None:
+        """Frees what the proxies' process holds for this rank, until `resume`. The job's own daemon ends once it has no
+        other clients. The proxy must be drained. Raises the errors of `DaemonClient.suspend`.
+        """
+        if self._early is not None:
+            self._early.join()  # each of its requests to the proxies' process has a time-out
+        if isinstance(self._proxy, DaemonClient):
+            self._proxy.suspend(self._exchange.timeout)
+        self._daemon.drop(suspend=True)
+
+    def resume(self) -> None:
+        """Undoes `suspend` in a thread, because on GPUs the start of the proxies' process takes more than a second.
+        Until then, requests to the proxy wait, and triggers wait in the rings. If the proxy can't start, the group
+        fails.
+
+        Raises:
+            ResourceError: there is no memory for a thread.
+        """
+        if isinstance(self._proxy, DaemonClient):
+            self._early = Thread(self._resume_proxy, f"proxyccl-connect-{self._exchange.rank}", self._proxy)
+            self._early.start()
+        elif self._whole is None:
+            self.start_early()
+
+    def _resume_proxy(self, proxy: DaemonClient) -> None:
+        proxy.resume()
+        self._connect_all()
+
+    def set_mapped(self, process: bytes, bases: list[int], mapped: bool) -> None:
+        """Unmaps a process's blocks in the process of this rank's proxy, or maps the blocks again."""
+        if isinstance(self._proxy, DaemonClient):  # a proxy in this process uses the mappings of the runtime
+            self._proxy.set_mapped(process, bases, mapped)
+
+    # -- the end ---
+
     def drain(self) -> None:
         """Waits until the proxy has carried out all triggers of kernels that have ended.
 

@@ -24,6 +24,13 @@ class Sleepers:
         self._memories.append(word)
         lib.proxyccl_sleepers_add(self.pointer, ffi.cast("uint32_t *", word.ptr))
 
+    def replace(self, old: list[SharedMemory], new: list[SharedMemory]) -> None:
+        """Removes the words of threads that have ended, and adds new ones. No launch may wake threads meanwhile."""
+        kept, self._memories = [word for word in self._memories if word not in old], []
+        self.pointer.count = 0
+        for word in (*kept, *new):
+            self.add(word)
+
 
 class ProxiedStruct(bytes):
     """The bytes of a kernel's struct argument, with the properties of the struct that a launch needs."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -15,17 +16,22 @@ from proxyccl import (
     AbortedError,
     ArgumentError,
     Communicator,
+    CommunicatorError,
     EPAll2AllLayer,
     MismatchError,
     ResourceError,
     RuntimeUnavailableError,
     SuspendedError,
 )
+from proxyccl.proxy.daemon.choice import ChosenDaemon
+from proxyccl.proxy.daemon.client import DaemonClient
+from proxyccl.proxy.processes import start_of
 from proxyccl.transfer import Agent
 from support.device_arrays import barrier, on_device, on_host
 from support.paths import PROGRAMS
 from support.processes import run_processes
 from support.ranks import Ranks
+from support.running import wait_for
 
 MIB = 1 << 20
 pytestmark = pytest.mark.host_only(reason="AMD's GPUs can't suspend memory; tests/gpu/ suspends NVIDIA's")
@@ -79,6 +85,90 @@ def test_calls_give_the_same_results_after_a_communicator_was_suspended(proxy: s
         ranks.run(body)
 
 
+def proxied(comm: Communicator) -> float:
+    return float(on_host(comm.all_reduce(on_device(comm, np.ones(1000, np.float32)), algorithm="proxy"))[-1])
+
+
+def daemon_of(comm: Communicator) -> int:
+    assert isinstance(comm.proxy, DaemonClient)
+    return comm.proxy.daemon
+
+
+def test_the_proxies_process_ends_while_all_its_communicators_are_suspended() -> None:
+    def body(comm: Communicator) -> None:
+        array, other = comm.empty(MIB, "float32").fill(1), comm.split(range(comm.world_size))
+        (channel,) = comm.proxy_channels(array)
+        assert proxied(comm) == proxied(other) == 2
+        served = daemon_of(comm)
+        comm.suspend()
+        assert proxied(other) == 2
+        assert start_of(served) is not None
+        other.close()
+        for rounds in range(1, 4):
+            wait_for(lambda: start_of(served) is None, "the proxies' process ends")
+            comm.resume()
+            for _ in range(rounds):
+                channel.signal()
+                channel.wait()
+                assert proxied(comm) == 2
+            assert not channel.poll()
+            before, served = served, daemon_of(comm)
+            assert served != before
+            comm.suspend()
+
+    with Ranks(2, suspendable=True, proxy="process") as ranks:
+        ranks.run(body)
+
+
+def test_the_proxies_process_ends_even_if_no_call_has_used_it() -> None:
+    def body(comm: Communicator) -> int:
+        barrier(comm)
+        comm.suspend()
+        comm.resume()
+        return daemon_of(comm)
+
+    with Ranks(2, suspendable=True, proxy="process") as ranks:
+        served = ranks.run(body)[0]
+        ranks.run(lambda comm: comm.suspend())
+        wait_for(lambda: start_of(served) is None, "the proxies' process ends")
+
+
+def test_calls_begin_before_the_proxies_process_has_started_again() -> None:
+    def body(comm: Communicator) -> None:
+        x = comm.empty(MIB, "float32").fill(1)
+        for _ in range(3):  # the later calls are issued without Python
+            comm.all_reduce(x, out=x, algorithm="proxy")
+        for _ in range(2):
+            comm.suspend()
+            comm.resume()
+            comm.all_reduce(x, out=x, algorithm="proxy")
+        assert set(x.numpy()) == {float(2**5)}
+        comm.suspend()
+        comm.resume()
+        comm.close()  # waits for the start
+
+    with Ranks(2, suspendable=True, proxy="process") as ranks:
+        ranks.run(body)
+
+
+def test_a_proxy_that_does_not_start_again_ends_the_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Communicator) -> None:
+        assert proxied(comm) == 2
+        comm.suspend()
+        barrier_of_threads.wait()
+        comm.resume()
+        with pytest.raises(CommunicatorError, match="the proxy did not start again: RuntimeUnavailableError: no room"):
+            while True:
+                proxied(comm)
+
+    def refuse(*_: object) -> NoReturn:
+        raise RuntimeUnavailableError("no room")
+
+    barrier_of_threads = threading.Barrier(2, lambda: monkeypatch.setattr(ChosenDaemon, "connect", refuse))
+    with Ranks(2, suspendable=True, proxy="process") as ranks:
+        ranks.run(body)
+
+
 def test_calls_of_a_suspended_communicator_are_refused_before_anything_moves() -> None:
     def body(comm: Communicator) -> None:
         x, array = np.ones(8, np.float32), comm.empty(MIB, "float32")
@@ -113,7 +203,8 @@ def test_calls_of_a_suspended_communicator_are_refused_before_anything_moves() -
         ranks.run(body)
 
 
-def test_a_message_sent_before_is_received_afterwards() -> None:
+@pytest.mark.parametrize("proxy", ["thread", "process"])
+def test_a_message_sent_before_is_received_afterwards(proxy: str) -> None:
     def body(comm: Communicator) -> None:
         comm.prepare_transfers()
         if comm.rank == 0:
@@ -126,7 +217,7 @@ def test_a_message_sent_before_is_received_afterwards() -> None:
             comm.synchronize()
             assert np.array_equal(on_host(got), np.arange(100))
 
-    with Ranks(2, suspendable=True) as ranks:
+    with Ranks(2, suspendable=True, proxy=proxy) as ranks:
         ranks.run(body)
 
 
