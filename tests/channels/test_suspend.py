@@ -94,6 +94,10 @@ def daemon_of(comm: Communicator) -> int:
     return comm.proxy.daemon
 
 
+def wait_for_end(pid: int) -> None:
+    wait_for(lambda: start_of(pid) is None, "the proxies' process ends")
+
+
 def test_the_proxies_process_ends_while_all_its_communicators_are_suspended() -> None:
     def body(comm: Communicator) -> None:
         array, other = comm.empty(MIB, "float32").fill(1), comm.split(range(comm.world_size))
@@ -105,7 +109,7 @@ def test_the_proxies_process_ends_while_all_its_communicators_are_suspended() ->
         assert start_of(served) is not None
         other.close()
         for rounds in range(1, 4):
-            wait_for(lambda: start_of(served) is None, "the proxies' process ends")
+            wait_for_end(served)
             comm.resume()
             for _ in range(rounds):
                 channel.signal()
@@ -130,7 +134,7 @@ def test_the_proxies_process_ends_even_if_no_call_has_used_it() -> None:
     with Ranks(2, suspendable=True, proxy="process") as ranks:
         served = ranks.run(body)[0]
         ranks.run(lambda comm: comm.suspend())
-        wait_for(lambda: start_of(served) is None, "the proxies' process ends")
+        wait_for_end(served)
 
 
 def test_calls_begin_before_the_proxies_process_has_started_again() -> None:
@@ -151,6 +155,11 @@ def test_calls_begin_before_the_proxies_process_has_started_again() -> None:
         ranks.run(body)
 
 
+def raise_failure(comm: Communicator) -> None:
+    while True:
+        proxied(comm)
+
+
 def test_a_proxy_that_does_not_start_again_ends_the_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(comm: Communicator) -> None:
         assert proxied(comm) == 2
@@ -158,8 +167,7 @@ def test_a_proxy_that_does_not_start_again_ends_the_communicator(monkeypatch: py
         barrier_of_threads.wait()
         comm.resume()
         with pytest.raises(CommunicatorError, match="the proxy did not start again: RuntimeUnavailableError: no room"):
-            while True:
-                proxied(comm)
+            raise_failure(comm)
 
     def refuse(*_: object) -> NoReturn:
         raise RuntimeUnavailableError("no room")
@@ -241,6 +249,21 @@ def test_layers_of_experts_work_after_their_communicator_was_suspended(save: boo
                 layer.dispatch(on_device(comm, given), on_device(comm, ids))
             comm.resume()
         layer.finalize()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+@pytest.mark.parametrize("nbytes", [MIB, (20 << 20) + 3])
+def test_arrays_keep_their_contents(nbytes: int) -> None:
+    def body(comm: Communicator) -> None:
+        contents = np.random.default_rng(comm.rank).integers(0, 256, nbytes, np.uint8)
+        array, other = comm.empty(nbytes, "uint8").upload(contents), comm.empty(2 * MIB, "uint8").fill(comm.rank)
+        for _ in range(2):
+            comm.suspend()
+            comm.resume()
+            assert np.array_equal(array.numpy(), contents)
+            assert np.array_equal(other.numpy(), np.full(2 * MIB, comm.rank, np.uint8))
 
     with Ranks(2, suspendable=True) as ranks:
         ranks.run(body)
