@@ -306,13 +306,15 @@ class PeerLinks:
             ResourceError: there is no memory for a thread.
         """
         if isinstance(self._proxy, DaemonClient):
-            self._early = Thread(self._resume_proxy, f"proxyccl-connect-{self._exchange.rank}", self._proxy)
+            begun = threading.Event()
+            self._early = Thread(self._resume_proxy, f"proxyccl-connect-{self._exchange.rank}", self._proxy, begun)
             self._early.start()
+            begun.wait()
         elif self._whole is None:
             self.start_early()
 
-    def _resume_proxy(self, proxy: DaemonClient) -> None:
-        proxy.resume()
+    def _resume_proxy(self, proxy: DaemonClient, begun: threading.Event) -> None:
+        proxy.resume(begun)
         self._connect_all()
 
     def set_mapped(self, process: bytes, bases: list[int], mapped: bool) -> None:

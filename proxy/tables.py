@@ -110,8 +110,9 @@ class ChannelTable:
         return found.sent, found.taken
 
     def free(self, channels: Iterable[int]) -> None:
+        none, null = ffi.new("ProxycclSignals *")[0], ffi.NULL
         for channel in channels:
-            lib.proxyccl_service_set_channel(self._service, channel, *[ffi.NULL] * 4, ffi.new("ProxycclSignals *")[0])
+            lib.proxyccl_service_set_channel(self._service, channel, null, null, null, null, none)
             self._observed.remove_channel(channel)
             self._shared.clear(channel)
             self._free.append(channel)

@@ -18,7 +18,10 @@ from proxyccl.device.errors import ArgumentError, ProxyCCLError, ProxyLostError,
 from proxyccl.device.process.threads import Thread
 from proxyccl.proxy.daemon.connection import prepare_device
 from proxyccl.proxy.daemon.hello import DaemonAddress, ask_first
+from proxyccl.proxy.daemon.protocol import limit_waits
 from proxyccl.proxy.daemon.session import Session
+
+_LEAVE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class _Prepared:
     def suspend(self) -> None:
         """Closes the connection, so that a job's own daemon without other clients ends at once."""
         with contextlib.suppress(OSError, ProxyCCLError):  # a lost daemon has ended
+            limit_waits(self.connection, _LEAVE_SECONDS, _LEAVE_SECONDS)
             ask_first(self.connection, Session.suspend, 0.0)
         self.close()
 

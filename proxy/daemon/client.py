@@ -177,8 +177,9 @@ class DaemonClient(ProxyWords):
             descriptors = [self._segment.descriptor, *(fifo.pinned.descriptor for fifo in self.fifos)]
             observed, asleep = self._daemon.ask(Session.open, descriptors, self._options)
             self._observed = _open_observed(observed, self._threads)
-            ended, self._awake = self._awake, _open_words(asleep)
-            self.sleepers.replace(ended, self._awake)
+            self._awake = _open_words(asleep)
+            for word in self._awake:
+                self.sleepers.add(word)
             for make in self._made.values():
                 make()
             self._daemon.ask(SessionService.start)
@@ -200,9 +201,16 @@ class DaemonClient(ProxyWords):
         """Makes an object in the daemon. `make` makes the object with the given number, or with any number, and returns
         the number.
         """
-        number = make(None)
-        self._made[kind, number] = functools.partial(make, number)
-        return number
+        with self._connecting:
+            number = make(None)
+            self._made[kind, number] = functools.partial(make, number)
+            return number
+
+    def _release(self, kind: str, number: int, function: Callable[[Any, int], None]) -> None:
+        """Frees an object in the daemon by a method that takes the object's number."""
+        with self._connecting:  # the object might else be made anew after its release
+            self._ask(function, number)
+            self._made.pop((kind, number), None)
 
     def suspend(self, timeout: float) -> None:
         """Makes the daemon free all of this client's objects, and disconnects, until `resume`. A job's own daemon ends
@@ -216,12 +224,17 @@ class DaemonClient(ProxyWords):
             self._signals = self._daemon.ask(Session.suspend, timeout)
             self._suspended, self._observed = True, None  # a running report may still read the former `_observed`
             self._daemon.hang_up()
+            self.sleepers.remove(self._awake)
 
-    def resume(self) -> None:
+    def resume(self, begun: threading.Event) -> None:
         """Connects to the daemon again, and makes this client's objects there, under their former numbers. Kernels and
         streams may use the proxy meanwhile; their triggers wait in the rings. If this fails, the daemon counts as lost.
+
+        Args:
+            begun: set as soon as other threads' calls of methods wait until this call returns.
         """
         with self._connecting:
+            begun.set()
             if self._closed:
                 return
             try:
@@ -300,8 +313,7 @@ class DaemonClient(ProxyWords):
         return self._make("schedule", lambda number: self._ask(SessionService.add_schedule, schedule, number))
 
     def remove_schedule(self, number: int) -> None:
-        self._made.pop(("schedule", number), None)
-        self._ask(SessionService.remove_schedule, number)
+        self._release("schedule", number, SessionService.remove_schedule)
 
     def add_memory(self, base: int, nbytes: int, key: int = 0, *, handle: HandleProvider | None = None) -> int:
         """Makes the daemon register memory. Raises ArgumentError for private memory, unless `takes_private` was set."""
@@ -351,10 +363,9 @@ class DaemonClient(ProxyWords):
 
     def remove_memory(self, first: int, nbytes: int) -> None:
         with self._lock:
-            self._made.pop(("memory", first), None)
             if self._memories.pop(first, None) is not None and self._own is not None:
                 self._own.remove_memory(first, nbytes)
-        self._ask(SessionService.remove_memory, first)
+        self._release("memory", first, SessionService.remove_memory)
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
         """Returns a connection whose transfers are copies within the host. If `private`, a service in this process
@@ -362,10 +373,11 @@ class DaemonClient(ProxyWords):
         """
         if private and self._takes_private:
             return replace(self._own_service().connect_copy(peer=peer, transport=transport), private=True)
-        ask = functools.partial(self._ask, SessionService.connect_copy, peer, transport)
-        connection = ask()
-        self._made["connection", connection.number] = ask  # connections are never removed, so numbers follow the order
-        return connection
+        make = functools.partial(self._ask, SessionService.connect_copy, peer, transport)
+        with self._connecting:
+            connection = make()
+            self._made["connection", connection.number] = make  # none is ever removed, so the numbers are in order
+            return connection
 
     def _own_service(self) -> ProxyService:
         with self._lock:
@@ -429,16 +441,18 @@ class DaemonClient(ProxyWords):
             place, signals = (channel, connection.number, word, remote_semaphore), self._signals.get(channel, (0, 0))
             self._ask(SessionService.set_channel, *place, signals)
 
-        make()
-        self._made["use of channel", channel] = make
+        with self._connecting:
+            make()
+            self._made["use of channel", channel] = make
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
         freed = list(channels)
         if not connection.private:
-            for channel in freed:
-                for kind in ("use of channel", "channel"):
-                    self._made.pop((kind, channel), None)
-            self._ask(SessionService.free_channels, freed, connection.number)
+            with self._connecting:
+                self._ask(SessionService.free_channels, freed, connection.number)
+                for channel in freed:
+                    for kind in ("use of channel", "channel"):
+                        self._made.pop((kind, channel), None)
             return
         self._own_service().free_channels(freed, connection)
         with self._lock:
@@ -455,8 +469,9 @@ class DaemonClient(ProxyWords):
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
         """See `ProxyService.drain`. Also returns after an abort or the loss of the daemon."""
-        if not self._daemon.is_open or given_up():
-            return False
+        with self._connecting:  # waits for `resume`
+            if not self._daemon.is_open or given_up():
+                return False
         if self._own is not None and not self._own.drain(timeout, given_up):
             return False
         try:

@@ -147,8 +147,9 @@ def test_calls_begin_before_the_proxies_process_has_started_again() -> None:
             comm.resume()
             comm.all_reduce(x, out=x, algorithm="proxy")
         assert set(x.numpy()) == {float(2**5)}
-        comm.suspend()
-        comm.resume()
+        for _ in range(2):
+            comm.suspend()
+            comm.resume()
         comm.close()  # waits for the start
 
     with Ranks(2, suspendable=True, proxy="process") as ranks:
