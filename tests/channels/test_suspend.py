@@ -61,8 +61,9 @@ def some_calls(comm: Communicator, array: Any) -> list[bytes]:
     return [on_host(each).tobytes() for each in (*results, received)]
 
 
-@pytest.mark.parametrize("proxy", ["thread", "process"])
-def test_calls_give_the_same_results_after_a_communicator_was_suspended(proxy: str) -> None:
+@pytest.mark.daemon
+@pytest.mark.parametrize("proxy", [None, "process"])
+def test_calls_give_the_same_results_after_a_communicator_was_suspended(proxy: str | None) -> None:
     def body(comm: Communicator) -> None:
         array = comm.empty(MIB, "float32").upload(np.full(MIB, 1.0, np.float32))
         comm.register(array)
@@ -417,8 +418,9 @@ def test_a_failure_while_suspended_is_noticed() -> None:
         ranks.run(body)
 
 
-def test_a_rank_that_dies_while_suspended_is_noticed_and_the_others_go_on() -> None:
-    survivor, victim = run_processes(2, PROGRAMS / "asleep.py")
+@pytest.mark.parametrize("proxy", ["thread", "process"])
+def test_a_rank_that_dies_while_suspended_is_noticed_and_the_others_go_on(proxy: str) -> None:
+    survivor, victim = run_processes(2, PROGRAMS / "asleep.py", env={"PROXYCCL_PROXY": proxy})
     assert victim.returncode == -signal.SIGKILL
     assert survivor.returncode == 0, survivor.stderr
     assert survivor.stdout.splitlines() == ["noticed while suspended", "lost rank 1", f"alone: 3.0 {MIB}"]
