@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 from proxyccl.device._native import ffi, lib
+from proxyccl.device.base_runtime import BaseRuntime, PinnedMemory
 from proxyccl.device.process.cores import usable_cores
-from proxyccl.device.runtime import PinnedMemory, Runtime
 
 _PIECE_BYTES = 8 << 20
 _MOST_THREADS = 4
@@ -33,7 +33,7 @@ def allocate_host(nbytes: int) -> mmap.mmap:
     return memory
 
 
-def copy_with_host(runtime: Runtime, copies: Sequence[Copy], *, to_host: bool) -> None:
+def copy_with_host(runtime: BaseRuntime, copies: Sequence[Copy], *, to_host: bool) -> None:
     """Copies between device memory and unpinned host memory, and returns when all copies are done.
 
     Args:
