@@ -12,6 +12,7 @@ from msgspec import Struct
 from proxyccl.channels.segment.control import MEMORY_PURPOSES, ControlSegment, MemoryPurpose
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import Array
+from proxyccl.device.errors import ResourceError
 from proxyccl.device.memory.host_copies import Copy, allocate_host, copy_with_host
 from proxyccl.device.runtime import Memory, Runtime
 
@@ -179,12 +180,17 @@ class DeviceMemory:
 
     def resume(self) -> None:
         """Allocates the blocks again, and copies the saved contents back. Raises ResourceError if too little memory is
-        left; the blocks then stay suspended.
+        left, or can be pinned for the copies; the blocks then stay suspended.
         """
         blocks = self._open()
-        self._runtime.resume([each.memory for each in blocks])
+        memories = [each.memory for each in blocks]
+        self._runtime.resume(memories)
+        try:
+            self._copy_saved(blocks, to_host=False)
+        except ResourceError:
+            self._runtime.suspend(memories)
+            raise
         self._suspended = False
-        self._copy_saved(blocks, to_host=False)
 
     def finish(self) -> None:
         """Drops the saved contents, and makes the arrays usable, after all ranks have resumed."""

@@ -334,7 +334,8 @@ def test_ranks_agree_on_whether_they_may_be_suspended() -> None:
         ranks.run(lambda _: None)
 
 
-def test_without_memory_to_resume_all_ranks_stay_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("function", ["resume", "allocate_pinned"])
+def test_without_memory_to_resume_all_ranks_stay_suspended(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def body(comm: Communicator) -> None:
         array = comm.empty(MIB, "float32").upload(np.full(MIB, 3.0, np.float32))
         comm.suspend()
@@ -345,14 +346,14 @@ def test_without_memory_to_resume_all_ranks_stay_suspended(monkeypatch: pytest.M
                 def full(blocks: object) -> None:
                     raise ResourceError("the device is full")
 
-                patched.setattr(comm.runtime, "resume", full)
+                patched.setattr(comm.runtime, function, full)
                 with pytest.raises(ResourceError, match="rank 1: the device is full"):
                     comm.resume()
         else:
             with pytest.raises(ResourceError, match="rank 1: the device is full"):
                 comm.resume()
         assert comm.suspended
-        assert memory.usage()["arrays"] == 0
+        assert memory.usage()["arrays"] == pages(comm) == 0
         comm.resume()
         assert set(array.numpy()) == {3.0}
 

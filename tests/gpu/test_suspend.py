@@ -45,7 +45,7 @@ def test_memory_goes_back_to_the_device_and_graphs_stay_valid(proxy: str) -> Non
             asleep, given_back = free(), 0.9 * sum(used.values()) / MIB
             assert asleep - before > given_back, (before, asleep, used)
             comm.resume()
-            # The proxies' process starts again at the next call that needs it, and its context takes memory only then.
+            # The proxies' process starts again in the background, and then its context takes memory.
             assert asleep - free() > given_back
             assert comm.memory_usage() == used
             assert set(np.unique(array.numpy())) == ({comm.rank} if save else {0})
