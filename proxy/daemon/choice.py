@@ -71,7 +71,6 @@ class ChosenDaemon(DaemonAddress):
         the thread's connection, or raise the thread's error.
         """
         early: Future[_Prepared] = Future()
-        self._dropped = False
 
         def prepare() -> None:
             try:
@@ -85,19 +84,12 @@ class ChosenDaemon(DaemonAddress):
             return
         self._early = early
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `connect` would return without waiting for the thread of `begin`."""
-        early = self._early
-        return early is None or early.done()
-
     def drop(self, *, suspend: bool = False) -> None:
         """Closes the unused connection of `begin`, as soon as `begin`'s thread has made it. Does not wait.
 
-        Args:
-            suspend: whether a job's own daemon without other clients then ends at once. `begin` may be called again.
+        If `suspend`, a job's own daemon without other clients then ends at once, and `connect` may be called later.
         """
-        self._dropped = True
+        self._dropped = not suspend
         early, self._early = self._early, None
         if early is not None:
             early.add_done_callback(functools.partial(_close_made, suspend))

@@ -132,7 +132,7 @@ def test_the_proxies_process_ends_even_if_no_call_has_used_it() -> None:
         comm.resume()
         return daemon_of(comm)
 
-    with Ranks(2, suspendable=True, proxy="process") as ranks:
+    with Ranks(2, suspendable=True, proxy="process", cta_policy="zero") as ranks:  # connects before the first call
         served = ranks.run(body)[0]
         ranks.run(lambda comm: comm.suspend())
         wait_for_end(served)
