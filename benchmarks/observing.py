@@ -128,7 +128,8 @@ class Alone:
         self._observed.add_connection(0, 0, 0, "copy")
         lib.proxyccl_worker_add_connection(self._worker, self._connection)
         semaphore = ffi.cast("uint64_t *", self._segment.semaphore_host(0))
-        lib.proxyccl_service_set_channel(self._service, 0, self._connection, semaphore, words.flushed, words.completed)
+        entry = self._connection, semaphore, words.flushed, words.completed, ffi.new("ProxycclSignals *")[0]
+        lib.proxyccl_service_set_channel(self._service, 0, *entry)
         self._observed.place_channel(0, 0, 0, 0)
         lib.proxyccl_service_set_memory(self._service, 0, ffi.cast("char *", buffer.ptr), buffer.nbytes, 0, 0, ffi.NULL)
         self._info = ffi.new("ProxycclExitInfo *")

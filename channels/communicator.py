@@ -736,8 +736,9 @@ class Communicator(CollectiveCalls):
         The call waits for all work of the ranks' devices, and then frees the library's scratch memory, the workspaces
         of expert layers and the memory of `empty` arrays, in all processes that map them. Their addresses stay
         reserved, so arrays, registrations, channels and captured graphs stay valid for the time after `resume`.
-        Allocations of less than 1 MiB, which hold the words that kernels need, and arrays that calls have made stay on
-        the device, as do arrays of other libraries, such as registered torch tensors.
+        The proxies' process of `proxy="process"` ends if no other communicator uses it; a node daemon frees what it
+        holds for this rank. Allocations of less than 1 MiB, which hold the words that kernels need, and arrays that
+        calls have made stay on the device, as do arrays of other libraries, such as registered torch tensors.
 
         While a communicator is suspended, its calls raise SuspendedError, and so does every use of its `empty` arrays.
         Neither graphs, kernels of the program nor views of the arrays, such as torch tensors, may then use the
@@ -764,6 +765,9 @@ class Communicator(CollectiveCalls):
 
     def resume(self) -> None:
         """Allocates device memory again at the same addresses, after `suspend`. All ranks call this together.
+
+        The proxies' process starts again in the background, and calls by proxy wait for it. If it can't start, the
+        communicator fails with a ProxyLostError.
 
         Raises:
             SuspendedError: the communicator is not suspended.

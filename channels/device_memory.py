@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ from msgspec import Struct
 from proxyccl.channels.segment.control import MEMORY_PURPOSES, ControlSegment, MemoryPurpose
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import Array
+from proxyccl.device.errors import ResourceError
+from proxyccl.device.memory.host_copies import Copy, allocate_host, copy_with_host
 from proxyccl.device.runtime import Memory, Runtime
 
 _LEAST_BLOCK = 1 << 20
@@ -53,7 +56,12 @@ class _Chosen(Struct, eq=False):
 
     memory: Memory
     piece: _Piece
-    saved: list[tuple[int, bytearray]] = []
+    saved: list[tuple[int, mmap.mmap]] = []
+
+    def copies(self, *, to_host: bool) -> list[Copy]:
+        """Returns the copies of the contents to or from host memory."""
+        found = [(_address(part), self.memory.ptr + offset, len(part)) for offset, part in self.saved]
+        return found if to_host else [(source, to, nbytes) for to, source, nbytes in found]
 
 
 class DeviceMemory:
@@ -157,12 +165,13 @@ class DeviceMemory:
         experts' outputs too.
         """
         for each in self._chosen:
-            each.saved = [self._read(each.memory, *part) for part in _kept(each.memory, each.piece, arrays)]
+            parts = _kept(each.memory, each.piece, arrays)
+            each.saved = [(offset, allocate_host(nbytes)) for offset, nbytes in parts]
+        self._copy_saved(self._chosen, to_host=True)
 
-    def _read(self, memory: Memory, offset: int, nbytes: int) -> tuple[int, bytearray]:
-        part = bytearray(nbytes)
-        self._runtime.copy(_address(part), memory.ptr + offset, nbytes)
-        return offset, part
+    def _copy_saved(self, blocks: list[_Chosen], *, to_host: bool) -> None:
+        copies = [copy for each in blocks for copy in each.copies(to_host=to_host)]
+        copy_with_host(self._runtime, copies, to_host=to_host)
 
     def suspend(self) -> None:
         """Gives the chosen blocks back to the device. All peers must have unmapped them."""
@@ -171,14 +180,17 @@ class DeviceMemory:
 
     def resume(self) -> None:
         """Allocates the blocks again, and copies the saved contents back. Raises ResourceError if too little memory is
-        left; the blocks then stay suspended.
+        left, or can be pinned for the copies; the blocks then stay suspended.
         """
         blocks = self._open()
-        self._runtime.resume([each.memory for each in blocks])
+        memories = [each.memory for each in blocks]
+        self._runtime.resume(memories)
+        try:
+            self._copy_saved(blocks, to_host=False)
+        except ResourceError:
+            self._runtime.suspend(memories)
+            raise
         self._suspended = False
-        for each in blocks:
-            for offset, part in each.saved:
-                self._runtime.copy(each.memory.ptr + offset, _address(part), len(part))
 
     def finish(self) -> None:
         """Drops the saved contents, and makes the arrays usable, after all ranks have resumed."""
@@ -189,7 +201,7 @@ class DeviceMemory:
         return [each for each in self._chosen if not each.memory.closed]
 
 
-def _address(part: bytearray) -> int:
+def _address(part: mmap.mmap) -> int:
     return int(ffi.cast("uintptr_t", ffi.from_buffer(part)))
 
 

@@ -489,6 +489,7 @@ class Group:
             undo.pop_all()
         with self._failing("suspend"):
             self.device_memory.save(arrays=save)
+            self.links.suspend()
             self._set_mapped(every, False)
             self.exchange.barrier("suspend: all ranks have unmapped it")
             self.device_memory.suspend()
@@ -511,6 +512,7 @@ class Group:
             if not any(lacks):
                 self._set_mapped(every, True)
                 self.exchange.barrier("resume: all ranks have mapped it")
+                self.links.resume()
             elif not lack:
                 self.device_memory.suspend()
         if any(lacks):
@@ -524,11 +526,15 @@ class Group:
         self.launches.recheck_next_call()
 
     def _set_mapped(self, every: list[_Blocks], mapped: bool) -> None:
-        """Unmaps or maps the ranks' blocks in this process, and in the process of this rank's proxy."""
+        """Unmaps or maps the ranks' blocks in this process, and in the proxies' process, where other groups of this
+        process may use the blocks.
+        """
+        with open_lock:
+            others = [group for group in open_groups if not group.failure.suspended]
         for blocks in every:
-            for owner in (self.runtime, self.links.proxy_if_started):
-                if owner is not None:
-                    owner.set_mapped(blocks.process, blocks.bases, mapped)
+            self.runtime.set_mapped(blocks.process, blocks.bases, mapped)
+            for other in others:
+                other.links.set_mapped(blocks.process, blocks.bases, mapped)
 
     @contextlib.contextmanager
     def _failing(self, operation: str) -> Iterator[None]:

@@ -17,6 +17,7 @@ from proxyccl.channels.remote import RemoteLinks
 from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device.errors import WaitTimeoutError
 from proxyccl.device.process.cores import core_share, usable_cores
+from proxyccl.device.process.threads import Thread
 from proxyccl.proxy.daemon.choice import ChosenDaemon
 from proxyccl.proxy.daemon.client import DaemonClient, Proxy
 from proxyccl.proxy.daemon.connection import NodeDaemon
@@ -257,6 +258,36 @@ class PeerLinks:
         if peer == self._exchange.rank:
             return functools.partial(self._control.semaphore_handle, channel)
         return functools.partial(self._segments[peer].semaphore_handle, channel) if peer in self._segments else bytes
+
+    # -- while the group is suspended ---
+
+    def suspend(self) -> None:
+        """Frees what the proxies' process holds for this rank, until `resume`. The job's own daemon ends once it has no
+        other clients. The proxy must be drained. Raises the errors of `DaemonClient.suspend`.
+        """
+        if isinstance(self._proxy, DaemonClient):
+            self._proxy.suspend(self._exchange.timeout)
+        self._daemon.drop(suspend=True)
+
+    def resume(self) -> None:
+        """Undoes `suspend` in a thread, because on GPUs the start of the proxies' process takes more than a second.
+        Until then, requests to the proxy wait, and triggers wait in the rings. If the proxy can't start, the group
+        fails.
+
+        Raises:
+            ResourceError: there is no memory for a thread.
+        """
+        if isinstance(self._proxy, DaemonClient):
+            begun = threading.Event()
+            Thread(self._proxy.resume, f"proxyccl-resume-{self._exchange.rank}", begun).start()
+            begun.wait()
+
+    def set_mapped(self, process: bytes, bases: list[int], mapped: bool) -> None:
+        """Unmaps a process's blocks in the process of this rank's proxy, or maps the blocks again."""
+        if isinstance(self._proxy, DaemonClient):  # a proxy in this process uses the mappings of the runtime
+            self._proxy.set_mapped(process, bases, mapped)
+
+    # -- the end ---
 
     def drain(self) -> None:
         """Waits until the proxy has carried out all triggers of kernels that have ended.

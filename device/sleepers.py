@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from proxyccl.device._native import ffi, lib
@@ -23,6 +23,13 @@ class Sleepers:
         themselves."""
         self._memories.append(word)
         lib.proxyccl_sleepers_add(self.pointer, ffi.cast("uint32_t *", word.ptr))
+
+    def remove(self, words: Collection[SharedMemory]) -> None:
+        """Removes the words of threads that have ended. No launch may wake threads meanwhile."""
+        kept, self._memories = [word for word in self._memories if word not in words], []
+        self.pointer.count = 0
+        for word in kept:
+            self.add(word)
 
 
 class ProxiedStruct(bytes):

@@ -16,7 +16,7 @@ enum { PROXYCCL_MOST_SLEEPERS = 128 };
 
 /* Words in shared memory, each of which is 1 while its thread sleeps and may be woken. */
 typedef struct ProxycclSleepers {
-  uint32_t count; /* only grows; pairing sleeper */
+  uint32_t count; /* only grows, except while no thread wakes these; pairing sleeper */
   uint32_t* asleep[PROXYCCL_MOST_SLEEPERS];
 } ProxycclSleepers;
 

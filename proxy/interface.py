@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeAlias
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -18,6 +18,11 @@ Handler = Callable[[Trigger], None]
 HandleProvider = Callable[[], bytes]
 """Returns the bytes by which another process opens memory. Raises ArgumentError for memory that no other process can
 open.
+"""
+
+
+Signals: TypeAlias = tuple[Uint64, Uint64]
+"""How far a channel's two words have come: the fields of a ProxycclSignals (engine/engine.h). (0, 0) for a new channel.
 """
 
 

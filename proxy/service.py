@@ -19,7 +19,7 @@ from proxyccl.device.process import forks
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.device.sleepers import Sleepers
 from proxyccl.proxy import _engine
-from proxyccl.proxy.interface import Connection, HandleProvider, Handler, ProxyFailure, issue_warning
+from proxyccl.proxy.interface import Connection, HandleProvider, Handler, ProxyFailure, Signals, issue_warning
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description, Publication
 from proxyccl.proxy.observe.segment import ObservedSegment
@@ -74,6 +74,7 @@ class ProxyService(ProxyWords):
         description: the service's description for observers; None to hide the service from observers.
         name: the prefix of the threads' names.
         sleepers: the `Sleepers` to which the threads are added; None to create a `Sleepers`.
+        started: whether to call `start`.
 
     Attributes:
         sleepers: the service's threads, which kernel launches wake.
@@ -105,6 +106,7 @@ class ProxyService(ProxyWords):
         description: Description | None = None,
         name: str = "proxyccl",
         sleepers: Sleepers | None = None,
+        started: bool = True,
     ) -> None:
         threads, fifos = len(shared_threads) or threads, len(rings) or fifos
         fifos, threads = require_rings(fifos, threads)
@@ -156,6 +158,11 @@ class ProxyService(ProxyWords):
         self.sleepers = sleepers or Sleepers()
         for word in self._workers.asleep:
             self.sleepers.add(word)
+        if started:
+            self.start()
+
+    def start(self) -> None:
+        """Lets the workers drain the rings. Call this method once."""
         self._workers.start(self._worker_event, self._thread_lost)
 
     def _describe(self, description: Description) -> Publication:
@@ -197,7 +204,7 @@ class ProxyService(ProxyWords):
             key: the memory's key in this rank's requests on remote transports; 0 if the memory has no key.
             handle: returns the handle with which another process opens the memory; a `ProxyService` does not call this
                 function.
-            first: the first of the ids, which another service chose; None to choose free ids.
+            first: the first of the ids, which must be free; None to choose free ids.
 
         Returns:
             The first of the memory's ids.
@@ -233,16 +240,17 @@ class ProxyService(ProxyWords):
         with self._open():
             return self._memories.add(memory.ptr, memory.nbytes, 0, host=memory.host_ptr, first=first)
 
-    def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
+    def add_remote_memory(self, address: int, nbytes: int, key: int, *, first: int | None = None) -> int:
         """Registers this rank's or a peer's memory for remote transports, by the memory's address and key.
 
-        The engine refuses triggers of channels that copy within the host and name this memory. Returns the first id.
+        The engine refuses triggers of channels that copy within the host and name this memory. Returns the first id:
+        `first`, or any id.
 
         Raises:
             ResourceError: no ids are left.
         """
         with self._open():
-            return self._memories.add(address, nbytes, key, remote_only=True)
+            return self._memories.add(address, nbytes, key, remote_only=True, first=first)
 
     def remove_memory(self, first: int, nbytes: int) -> None:
         """Frees a memory's ids. Triggers must no longer name these ids."""
@@ -345,7 +353,7 @@ class ProxyService(ProxyWords):
 
         Args:
             connection: the connection.
-            channel: an id that another service reserved (`reserve_elsewhere`); None to reserve a free id.
+            channel: the id to reserve, which must be free; None for any id.
 
         Raises:
             ResourceError: all 1024 channel ids are in use.
@@ -354,7 +362,13 @@ class ProxyService(ProxyWords):
             return self._channels.reserve(connection.worker, channel, connection=connection.number)
 
     def set_channel(
-        self, channel: int, connection: Connection, remote_semaphore: int, *, handle: HandleProvider | None = None
+        self,
+        channel: int,
+        connection: Connection,
+        remote_semaphore: int,
+        *,
+        handle: HandleProvider | None = None,
+        signals: Signals = (0, 0),
     ) -> None:
         """Puts a reserved channel in use.
 
@@ -365,10 +379,16 @@ class ProxyService(ProxyWords):
                 transport uses.
             handle: returns the handle with which another process opens this word; a `ProxyService` does not call this
                 function.
+            signals: the result of `signals` in the service from which this service takes over the channel.
         """
         with self._open():
             pointer = self.engine_connections[connection.number].pointer
-            self._channels.set_connection(channel, connection, pointer, remote_semaphore)
+            self._channels.set_connection(channel, connection, pointer, remote_semaphore, signals)
+
+    def signals(self, channel: int) -> Signals:
+        """Returns how far a channel's words have come. The rings must be drained."""
+        with self._open():
+            return self._channels.signals(channel)
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
         """Frees channel ids of a connection. All triggers of these channels must be drained, and peers must no longer
@@ -378,16 +398,16 @@ class ProxyService(ProxyWords):
             if not self._closed and self._process.is_here:
                 self._channels.free(channels)
 
-    def add_schedule(self, schedule: Schedule) -> int:
+    def add_schedule(self, schedule: Schedule, number: int | None = None) -> int:
         """Adds a schedule, which streams may then start. The schedule's channels must have connections of this proxy.
-        Returns the schedule's number, which is at least 1.
+        Returns the schedule's number, which is at least 1: `number`, which must be free, or any number.
 
         Raises:
             ArgumentError: an id is out of range, or a send names no destination.
             ResourceError: no numbers are left.
         """
         with self._open():
-            return self._schedules.add(schedule)
+            return self._schedules.add(schedule, number)
 
     def remove_schedule(self, number: int) -> None:
         """Frees a schedule, which streams must no longer start. Raises ResourceError if the schedule is running."""
@@ -431,7 +451,7 @@ class ProxyService(ProxyWords):
 
         Args:
             handler: called with each trigger.
-            channel: an id that another service reserved (`reserve_elsewhere`); None to reserve a free id.
+            channel: the id to reserve, which must be free; None for any id.
 
         Returns:
             The channel id.
@@ -447,12 +467,12 @@ class ProxyService(ProxyWords):
             self._channels.set_handler(channel, worker)
         return channel
 
-    def reserve_elsewhere(self) -> int:
-        """Reserves a channel id for a service in a client's process. The daemon calls this method, so that the daemon's
-        service and the client's service use different ids.
+    def reserve_elsewhere(self, channel: int | None = None) -> int:
+        """Reserves a channel id (`channel`, which must be free, or any id) for a service in a client's process. The
+        daemon calls this method, so that the daemon's service and the client's service use different ids.
         """
         with self._open():
-            return self._channels.reserve(0)
+            return self._channels.reserve(0, channel)
 
     def fifo_for(self, channel: int) -> Fifo:
         """Returns the ring to which a channel's triggers are pushed."""
@@ -580,12 +600,6 @@ class ProxyService(ProxyWords):
             if self._closed:
                 raise ClosedError("the proxy service is closed")
             yield
-
-    def set_mapped(self, process: bytes, bases: Collection[int], mapped: bool) -> None:
-        """Unmaps a process's blocks in this process, or maps them again (`BaseRuntime.set_mapped`). Memory ids of the
-        blocks stay valid, but no transfer may use the ids while the blocks are unmapped.
-        """
-        self.runtime.set_mapped(process, bases, mapped)
 
     def paused(self, timeout: float) -> contextlib.AbstractContextManager[None]:
         """A context manager that pauses the workers. No paused worker reads rings or tables, so the caller may change

@@ -13,7 +13,7 @@ from msgspec import structs
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.codec import Message
-from proxyccl.proxy.interface import Connection
+from proxyccl.proxy.interface import Connection, Signals
 from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.schedule import Schedule
 from proxyccl.proxy.shared_words import SharedWords
@@ -47,7 +47,6 @@ class ChannelTable:
         self._ring_of: dict[int, int] = {}  # each channel's ring
         self._free = list(reversed(range(MAX_CHANNELS)))
         self._handlers = 0
-        self._given = 0  # number of channels whose ids other services reserved
 
     def __len__(self) -> int:
         return len(self._ring_of)
@@ -56,18 +55,17 @@ class ChannelTable:
         return self._ring_of[channel]
 
     def reserve(self, worker: int, channel: int | None = None, *, connection: int | None = None) -> int:
-        """Reserves a channel id for a worker, or takes an id that another service reserved. `connection` is the number
-        of the channel's connection; None for a handler's channel, or for a channel of another service. Raises
+        """Reserves a channel id for a worker: `channel`, which must be free, or any id. `connection` is the number of
+        the channel's connection; None for a handler's channel, or for a channel of another service. Raises
         ResourceError if no ids are free.
         """
         if channel is not None:
-            turn = self._given
-            self._given += 1
+            self._free.remove(channel)
         elif self._free:
             channel = self._free.pop()
-            turn = channel // len(self._rings_of)
         else:
             raise ResourceError(f"all {MAX_CHANNELS} channel ids are in use")
+        turn = channel // len(self._rings_of)
         if self._ring_per_connection and connection is not None:
             turn = connection // len(self._rings_of)
         rings = self._rings_of[worker]
@@ -75,7 +73,12 @@ class ChannelTable:
         return channel
 
     def set_connection(
-        self, channel: int, connection: Connection, pointer: _engine.ProxycclConnectionPointer, remote_semaphore: int
+        self,
+        channel: int,
+        connection: Connection,
+        pointer: _engine.ProxycclConnectionPointer,
+        remote_semaphore: int,
+        signals: Signals,
     ) -> None:
         lib.proxyccl_service_set_channel(
             self._service,
@@ -84,6 +87,7 @@ class ChannelTable:
             ffi.cast("uint64_t *", remote_semaphore),
             self._shared.flushed + channel,
             self._shared.completed + channel,
+            ffi.new("ProxycclSignals *", signals)[0],
         )
         number = connection.number // len(self._rings_of)
         self._observed.place_channel(channel, connection.worker, self._ring_of[channel], number)
@@ -101,9 +105,14 @@ class ChannelTable:
         )
         self._observed.place_channel(channel, worker, self._ring_of[channel], None)
 
+    def signals(self, channel: int) -> Signals:
+        found = lib.proxyccl_service_signals(self._service, channel)
+        return found.sent, found.taken
+
     def free(self, channels: Iterable[int]) -> None:
+        none, null = ffi.new("ProxycclSignals *")[0], ffi.NULL
         for channel in channels:
-            lib.proxyccl_service_set_channel(self._service, channel, ffi.NULL, ffi.NULL, ffi.NULL, ffi.NULL)
+            lib.proxyccl_service_set_channel(self._service, channel, null, null, null, null, none)
             self._observed.remove_channel(channel)
             self._shared.clear(channel)
             self._free.append(channel)
@@ -134,7 +143,7 @@ class MemoryTable:
         host: int | None = None,
         first: int | None = None,
     ) -> int:
-        """Registers memory under free ids, or under the ids from `first` on, which another service chose. Returns the
+        """Registers memory under free ids, or under the ids from `first` on, which the caller chose. Returns the
         first id. Raises ResourceError if no ids are free. The engine refuses copies from and to `remote_only` memory.
         `host` is the CPU's address of the memory; None if the CPU can't access the memory.
         """
@@ -183,10 +192,11 @@ class ScheduleTable:
         if semaphores is not None:
             lib.proxyccl_service_set_schedule_words(service, shared.schedule_words, ffi.cast("uint64_t *", semaphores))
 
-    def add(self, schedule: Schedule) -> int:
+    def add(self, schedule: Schedule, number: int | None = None) -> int:
         if not self._rings:
             raise ArgumentError("schedule", "this proxy service was made without the words that peers signal")
-        number = self._free_number()
+        if number is None:
+            number = self._free_number()
         steps, kept = _native_steps(schedule)
         status = lib.proxyccl_service_add_schedule(self._service, number, steps)
         del kept

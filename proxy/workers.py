@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.errors import ResourceError
@@ -61,7 +61,7 @@ class Worker(Struct, frozen=True):
     pointer: Any  # a ProxycclWorker, freed only with this object, because threads may query a worker that has ended
     stats: Any  # the worker's ProxycclWorkerStats, which observers read
     thread: ProxyThread  # the thread that runs the worker
-    ended: threading.Event = field(default_factory=threading.Event)  # set when the worker has ended
+    ended: threading.Event  # set unless the worker was started and has not ended
 
 
 OnEvent = Callable[[Worker, int, Any], None]
@@ -114,7 +114,8 @@ class Workers:
             for i, thread in enumerate(threads):
                 stats = observed.worker(i)
                 made = created(lib.proxyccl_worker_create(service, stats), "a worker of the proxy")
-                worker = Worker(ffi.gc(made, lib.proxyccl_worker_destroy), stats, thread)
+                worker = Worker(ffi.gc(made, lib.proxyccl_worker_destroy), stats, thread, threading.Event())
+                worker.ended.set()
                 self._workers.append(worker)
                 if thread not in self._own_threads:  # a shared thread runs workers of several devices
                     make_current = ffi.cast("void *", engine.functions.make_current)
@@ -156,6 +157,7 @@ class Workers:
             on_lost(error)
 
         for worker in self._workers:
+            worker.ended.clear()
             on_exit, on_loss = functools.partial(told, worker), functools.partial(lost, worker)
             worker.thread.add(worker.pointer, worker.stats, on_exit, on_loss, self._idle)
 

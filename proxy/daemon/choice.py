@@ -6,6 +6,8 @@ can run its program during this time.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import select
 import socket
 from collections.abc import Callable, Sequence
@@ -15,7 +17,11 @@ from dataclasses import dataclass
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, ProxyLostError, ResourceError
 from proxyccl.device.process.threads import Thread
 from proxyccl.proxy.daemon.connection import prepare_device
-from proxyccl.proxy.daemon.hello import DaemonAddress
+from proxyccl.proxy.daemon.hello import DaemonAddress, ask_first
+from proxyccl.proxy.daemon.protocol import limit_waits
+from proxyccl.proxy.daemon.session import Session
+
+_LEAVE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,13 @@ class _Prepared:
         # The daemon sends nothing before a request, so any input means that the connection has ended.
         poll.register(self.connection, select.POLLIN | select.POLLRDHUP)
         return bool(poll.poll(0))
+
+    def suspend(self) -> None:
+        """Closes the connection, so that a job's own daemon without other clients ends at once."""
+        with contextlib.suppress(OSError, ProxyCCLError):  # a lost daemon has ended
+            limit_waits(self.connection, _LEAVE_SECONDS, _LEAVE_SECONDS)
+            ask_first(self.connection, Session.suspend, 0.0)
+        self.close()
 
     def close(self) -> None:
         self.connection.close()
@@ -71,12 +84,15 @@ class ChosenDaemon(DaemonAddress):
             return
         self._early = early
 
-    def drop(self) -> None:
-        """Closes the unused connection of `begin`, as soon as `begin`'s thread has made it. Does not wait."""
-        self._dropped = True
+    def drop(self, *, suspend: bool = False) -> None:
+        """Closes the unused connection of `begin`, as soon as `begin`'s thread has made it. Does not wait.
+
+        If `suspend`, a job's own daemon without other clients then ends at once, and `connect` may be called later.
+        """
+        self._dropped = not suspend
         early, self._early = self._early, None
         if early is not None:
-            early.add_done_callback(_close_made)
+            early.add_done_callback(functools.partial(_close_made, suspend))
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
         """See `DaemonAddress.connect`. Also raises ArgumentError if no daemon can access the device or if the daemon
@@ -128,6 +144,7 @@ class ChosenDaemon(DaemonAddress):
             self._chosen.close()
 
 
-def _close_made(early: Future[_Prepared]) -> None:
+def _close_made(suspend: bool, early: Future[_Prepared]) -> None:
     if early.exception() is None:
-        early.result().close()
+        prepared = early.result()
+        prepared.suspend() if suspend else prepared.close()

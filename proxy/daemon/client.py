@@ -7,6 +7,7 @@ other process can map.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
+from proxyccl.device._native import lib as native
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ProxyLostError
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import PinnedMemory, Runtime
@@ -23,13 +25,13 @@ from proxyccl.proxy.daemon.connection import DaemonConnection
 from proxyccl.proxy.daemon.hello import DaemonAddress
 from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.daemon.session_service import ServiceOptions, SessionService
-from proxyccl.proxy.interface import Connection, ExposedMemory, HandleProvider, Handler, ProxyFailure
+from proxyccl.proxy.interface import Connection, ExposedMemory, HandleProvider, Handler, ProxyFailure, Signals
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.placement import Place
 from proxyccl.proxy.remote_options import TransportOptions
 from proxyccl.proxy.ring import Fifo, require_ring_size
-from proxyccl.proxy.schedule import ScheduleWait
+from proxyccl.proxy.schedule import Schedule, ScheduleWait
 from proxyccl.proxy.service import ProxyService, require_callable
 from proxyccl.proxy.service_remote import ServiceRemote
 from proxyccl.proxy.shared_words import ProxyWords, SharedWords, TurnWatch
@@ -120,6 +122,7 @@ class DaemonClient(ProxyWords):
         self._threads = threads
         self.sleepers = Sleepers()  # the proxy's threads, which kernel launches wake
         self._turns = self._watch_turns()
+        self._on_failure, self._not_resumed = on_failure, ""
         self._own_options: dict[str, Any] = {
             "fifos": fifos,
             "threads": threads,
@@ -141,38 +144,122 @@ class DaemonClient(ProxyWords):
         self._memories: dict[int, Callable[[ProxyService], int]] = {}
         self._ring_of: dict[int, int] = {}
         self._lock = threading.RLock()
+        self._connecting = threading.RLock()  # held while the connection to the daemon changes
         self._observed: ObservedSegment | None = None
+        self._awake: list[SharedMemory] = []  # the words that wake the daemon's threads
+        # By kind and number, the functions that make this client's objects in a daemon, in the order of their making.
+        self._made: dict[tuple[str, int], Callable[[], object]] = {}
+        self._signals: dict[int, Signals] = {}  # by channel, while this client is suspended
+        self._closed = self._suspended = False
         self.fifos = [Fifo(runtime, fifo_size) for _ in range(fifos)]
-        self._daemon = DaemonConnection(timeout, name, on_failure, self._watch_turns, address)
-        self.request_report, self.stopped = self._daemon.request_report, self._daemon.stopped
-        self.daemon, self.daemon_started = self._daemon.daemon, self._daemon.daemon_started
+        self._connect = functools.partial(DaemonConnection, timeout, name, on_failure, self._watch_turns, address)
+        self._options = ServiceOptions(
+            runtime.name,
+            runtime.device_id,
+            fifo_size,
+            threads,
+            shared_offset,
+            description,
+            semaphores_offset,
+            ring_per_connection,
+            idle.times if idle is not None else None,
+        )
         try:
-            options = ServiceOptions(
-                runtime.name,
-                runtime.device_id,
-                fifo_size,
-                threads,
-                shared_offset,
-                description,
-                semaphores_offset,
-                ring_per_connection,
-                idle.times if idle is not None else None,
-            )
-            descriptors = [shared.descriptor, *(fifo.pinned.descriptor for fifo in self.fifos)]
-            observed, asleep = self._daemon.ask(Session.open, descriptors, options)
-            self._observed = _open_observed(observed, threads)
-            self._open_sleepers(asleep)
+            self._open()
         except ProxyCCLError:
-            self._daemon.hang_up()
             self._free()
             raise
 
-    def _open_sleepers(self, handles: list[bytes]) -> None:
+    def _open(self) -> None:
+        """Connects to the daemon, and makes this client's objects there."""
+        self._daemon = self._connect()
         try:
-            for handle in handles:
-                self.sleepers.add(SharedMemory.open(handle))
-        except ArgumentError as error:  # without these words, launches can't wake the daemon's threads
-            logging.getLogger("proxyccl").warning("launches cannot wake the node daemon's threads: %s", error)
+            descriptors = [self._segment.descriptor, *(fifo.pinned.descriptor for fifo in self.fifos)]
+            observed, asleep = self._daemon.ask(Session.open, descriptors, self._options)
+            self._observed = _open_observed(observed, self._threads)
+            self._awake = _open_words(asleep)
+            for word in self._awake:
+                self.sleepers.add(word)
+            for make in self._made.values():
+                make()
+            self._daemon.ask(SessionService.start)
+        except ProxyCCLError:
+            self._daemon.hang_up()
+            raise
+
+    def _ask(self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._connecting:  # waits for `resume`
+            daemon = self._daemon
+        try:
+            return daemon.ask(function, *args, **kwargs)
+        except ClosedError:
+            if self._not_resumed:
+                raise ProxyLostError(self._not_resumed, operation=function.__name__) from None
+            raise
+
+    def _make(self, kind: str, make: Callable[[int | None], int]) -> int:
+        """Makes an object in the daemon. `make` makes the object with the given number, or with any number, and returns
+        the number.
+        """
+        with self._connecting:
+            number = make(None)
+            self._made[kind, number] = functools.partial(make, number)
+            return number
+
+    def _release(self, kind: str, number: int, function: Callable[[Any, int], None]) -> None:
+        """Frees an object in the daemon by a method that takes the object's number."""
+        with self._connecting:  # the object might else be made anew after its release
+            self._ask(function, number)
+            self._made.pop((kind, number), None)
+
+    def suspend(self, timeout: float) -> None:
+        """Makes the daemon free all of this client's objects, and disconnects, until `resume`. A job's own daemon ends
+        if it has no other clients. Kernels and streams must not use the proxy meanwhile.
+
+        Raises:
+            ProxyLostError: the daemon is lost.
+            ResourceError: outstanding work did not end within `timeout` seconds.
+        """
+        with self._connecting:
+            self._signals = self._daemon.ask(Session.suspend, timeout)
+            self._suspended, self._observed = True, None  # a running report may still read the former `_observed`
+            self._daemon.hang_up()
+            self.sleepers.remove(self._awake)
+
+    def resume(self, begun: threading.Event) -> None:
+        """Connects to the daemon again, and makes this client's objects there, under their former numbers. Kernels and
+        streams may use the proxy meanwhile; their triggers wait in the rings. If this fails, the daemon counts as lost.
+
+        Args:
+            begun: set as soon as other threads' calls of methods wait until this call returns.
+        """
+        with self._connecting:
+            begun.set()
+            if self._closed:
+                return
+            try:
+                self._open()
+                self._signals, self._suspended = {}, False
+            except (ProxyCCLError, OSError) as error:
+                self._not_resumed = f"the proxy did not start again: {type(error).__name__}: {error}"
+                failure = ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, None, None, 0, self._not_resumed)
+                self._on_failure(failure)
+
+    @property
+    def daemon(self) -> int:
+        """The daemon's process id."""
+        return self._daemon.daemon
+
+    @property
+    def daemon_started(self) -> int | None:
+        return self._daemon.daemon_started
+
+    def request_report(self, cause: str) -> None:
+        """See `DaemonConnection.request_report`."""
+        self._daemon.request_report(cause)
+
+    def stopped(self) -> str:
+        return self._daemon.stopped()
 
     def __repr__(self) -> str:
         return f"<DaemonClient of process {self.daemon} at {self._daemon.address}, {len(self.fifos)} rings>"
@@ -208,7 +295,7 @@ class DaemonClient(ProxyWords):
         return [] if self._observed is None else self._observed.schedule_waits()
 
     def _require_open(self) -> None:
-        if self._daemon.is_closed:
+        if self._closed:
             raise ClosedError("the proxy service is closed")
 
     def check_turns(self, timeout: float) -> None:
@@ -218,29 +305,52 @@ class DaemonClient(ProxyWords):
 
     # -- methods of the daemon ---
 
-    add_remote_memory = _asks(SessionService.add_remote_memory)
-    add_schedule = _asks(SessionService.add_schedule)
-    remove_schedule = _asks(SessionService.remove_schedule)
-    set_mapped = _asks(SessionService.set_mapped)
+    def set_mapped(self, process: bytes, bases: list[int], mapped: bool) -> None:
+        """See `SessionService.set_mapped`. Does nothing if the daemon is lost."""
+        self._ask(SessionService.set_mapped, process, bases, mapped)
+
+    def add_schedule(self, schedule: Schedule) -> int:
+        return self._make("schedule", lambda number: self._ask(SessionService.add_schedule, schedule, number))
+
+    def remove_schedule(self, number: int) -> None:
+        self._release("schedule", number, SessionService.remove_schedule)
 
     def add_memory(self, base: int, nbytes: int, key: int = 0, *, handle: HandleProvider | None = None) -> int:
         """Makes the daemon register memory. Raises ArgumentError for private memory, unless `takes_private` was set."""
         if handle is None:
             raise ArgumentError("memory", "the node daemon reaches memory only by a handle")
+        name: bytes | None = b""
         try:
-            name = handle() if nbytes else b""
+            if nbytes:
+                name = handle()
         except ArgumentError:
             if not self._takes_private:
                 raise
-            # The daemon cannot map this memory, and refuses copies from and to this memory.
-            first = self.add_remote_memory(base, nbytes, key)
-        else:
-            first = self._daemon.ask(SessionService.add_memory, name, nbytes, key)
+            name = None
+        first = self._make("memory", lambda first: self._map(name, base, nbytes, key, first))
         self._repeat(first, lambda own: own.add_memory(base, nbytes, first=first))
         return first
 
+    def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
+        return self._make("memory", lambda first: self._map(None, address, nbytes, key, first))
+
+    def _map(self, name: bytes | None, base: int, nbytes: int, key: int, first: int | None) -> int:
+        """Makes the daemon register memory with a handle; or, without a handle, memory that the daemon can't map, so
+        that the daemon refuses copies from and to this memory.
+        """
+        try:
+            if name is not None:
+                return self._ask(SessionService.add_memory, name, nbytes, key, first)
+        except ArgumentError:
+            if first is None:
+                raise
+            # The memory's owner has freed the memory while this client was suspended. The ids stay reserved until
+            # `remove_memory`.
+        return self._ask(SessionService.add_remote_memory, base, nbytes, key, first)
+
     def add_pinned_memory(self, memory: PinnedMemory) -> int:
-        first = self._daemon.ask(SessionService.add_pinned_memory, memory.handle)
+        handle = memory.handle
+        first = self._make("memory", lambda first: self._ask(SessionService.add_pinned_memory, handle, first))
         self._repeat(first, lambda own: own.add_pinned_memory(memory, first=first))
         return first
 
@@ -255,7 +365,7 @@ class DaemonClient(ProxyWords):
         with self._lock:
             if self._memories.pop(first, None) is not None and self._own is not None:
                 self._own.remove_memory(first, nbytes)
-        self._daemon.ask(SessionService.remove_memory, first)
+        self._release("memory", first, SessionService.remove_memory)
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
         """Returns a connection whose transfers are copies within the host. If `private`, a service in this process
@@ -263,7 +373,11 @@ class DaemonClient(ProxyWords):
         """
         if private and self._takes_private:
             return replace(self._own_service().connect_copy(peer=peer, transport=transport), private=True)
-        return self._daemon.ask(SessionService.connect_copy, peer, transport)
+        make = functools.partial(self._ask, SessionService.connect_copy, peer, transport)
+        with self._connecting:
+            connection = make()
+            self._made["connection", connection.number] = make  # none is ever removed, so the numbers are in order
+            return connection
 
     def _own_service(self) -> ProxyService:
         with self._lock:
@@ -278,12 +392,12 @@ class DaemonClient(ProxyWords):
         with self._lock:
             if self._spare_channels:
                 return self._spare_channels.pop()
-        return self._daemon.ask(SessionService.reserve_elsewhere)
+        return self._make("channel", lambda channel: self._ask(SessionService.reserve_elsewhere, channel))
 
     def open_remote(
         self, options: TransportOptions, signals: range, *, near: Place, local_rank: int, core_share: int
     ) -> DaemonRemote:
-        self._daemon.ask(
+        self._ask(
             SessionService.open_remote,
             asdict(options.rdma),
             asdict(options.fabric),
@@ -299,7 +413,10 @@ class DaemonClient(ProxyWords):
             channel = self._own_service().reserve_channel(connection, self._reserve_own())
             self._own_channels.add(channel)
             return channel
-        channel, ring = self._daemon.ask(SessionService.reserve_channel, connection.number)
+        return self._make("channel", lambda channel: self._reserve(connection.number, channel))
+
+    def _reserve(self, connection: int, channel: int | None) -> int:
+        channel, ring = self._ask(SessionService.reserve_channel, connection, channel)
         if ring >= len(self.fifos):
             raise ProxyLostError(
                 f"the node daemon named ring {ring}; expected one of {len(self.fifos)}", operation="channel"
@@ -319,12 +436,23 @@ class DaemonClient(ProxyWords):
             if handle is None:
                 raise ArgumentError("handle", "the node daemon copies to a semaphore only by a handle")
             word, remote_semaphore = handle(), 0
-        self._daemon.ask(SessionService.set_channel, channel, connection.number, word, remote_semaphore)
+
+        def make() -> None:
+            place, signals = (channel, connection.number, word, remote_semaphore), self._signals.get(channel, (0, 0))
+            self._ask(SessionService.set_channel, *place, signals)
+
+        with self._connecting:
+            make()
+            self._made["use of channel", channel] = make
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
         freed = list(channels)
         if not connection.private:
-            self._daemon.ask(SessionService.free_channels, freed, connection.number)
+            with self._connecting:
+                self._ask(SessionService.free_channels, freed, connection.number)
+                for channel in freed:
+                    for kind in ("use of channel", "channel"):
+                        self._made.pop((kind, channel), None)
             return
         self._own_service().free_channels(freed, connection)
         with self._lock:
@@ -341,12 +469,13 @@ class DaemonClient(ProxyWords):
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
         """See `ProxyService.drain`. Also returns after an abort or the loss of the daemon."""
-        if not self._daemon.is_open or given_up():
-            return False
+        with self._connecting:  # waits for `resume`
+            if not self._daemon.is_open or given_up():
+                return False
         if self._own is not None and not self._own.drain(timeout, given_up):
             return False
         try:
-            return self._daemon.ask(SessionService.drain, timeout)
+            return self._ask(SessionService.drain, timeout)
         except ProxyLostError:
             return False
 
@@ -358,10 +487,12 @@ class DaemonClient(ProxyWords):
             own_ended = self._own is None or self._own.close(timeout)
             if own_ended and self._own_words is not None:
                 self._own_words.close()
-            if self._daemon.is_closed:
-                return own_ended
+            with self._connecting:  # waits for `resume`
+                if self._closed:
+                    return own_ended
+                self._closed = True
             try:
-                ended = self._daemon.close_service(timeout)
+                ended = self._suspended or self._daemon.is_closed or self._daemon.close_service(timeout)
             finally:
                 self._free()
             return ended and own_ended
@@ -376,6 +507,16 @@ class DaemonClient(ProxyWords):
 Proxy: TypeAlias = ProxyService | DaemonClient
 """A communicator's proxy: a service in the rank's process, or a client of a daemon."""
 RemoteContext: TypeAlias = ServiceRemote | DaemonRemote
+
+
+def _open_words(handles: list[bytes]) -> list[SharedMemory]:
+    words = []
+    try:
+        for handle in handles:
+            words.append(SharedMemory.open(handle))
+    except ArgumentError as error:  # without these words, launches can't wake the daemon's threads
+        logging.getLogger("proxyccl").warning("launches cannot wake the node daemon's threads: %s", error)
+    return words
 
 
 def _open_observed(handle: bytes, workers: int) -> ObservedSegment | None:

@@ -67,6 +67,7 @@ class Attendance:
     def __init__(self, starter: int) -> None:
         self._pids: dict[int, int] = {}  # maps a pidfd to the process id
         self._anybody_came = False
+        self._expects_more = True
         self._empty_since: float | None = time.monotonic()
         self._add(starter)
 
@@ -79,6 +80,10 @@ class Attendance:
         """Records a process. Returns a new pidfd; None if it has a pidfd, has ended, or is in another PID namespace."""
         self._anybody_came = True
         return self._add(pid)
+
+    def left(self, *, suspended: bool) -> None:
+        """Records the end of a session. A client that `suspended` needs the daemon's memory for other programs."""
+        self._expects_more = not suspended
 
     def _add(self, pid: int) -> int | None:
         if pid in self._pids.values():
@@ -106,7 +111,7 @@ class Attendance:
         if self._empty_since is None:
             self._empty_since = now
         patience = LINGER_SECONDS if self._anybody_came else START_SECONDS
-        if not self._pids:
+        if not (self._pids and self._expects_more):
             patience = 0.0
         return max(0, math.ceil(1000 * (self._empty_since + patience - now)))
 
@@ -263,6 +268,8 @@ class Daemon(contextlib.AbstractContextManager["Daemon"]):
         finally:
             with self._lock:  # keeps `close` from closing the pipe before the call of `_wake`
                 del self._sessions[session]
+                if self._attendance is not None:
+                    self._attendance.left(suspended=session.suspended)
                 if not self._stopping:
                     self._wake()
 

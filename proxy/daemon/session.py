@@ -48,8 +48,8 @@ from proxyccl.proxy.daemon.protocol import (
     receive,
     send,
 )
-from proxyccl.proxy.daemon.session_service import Seconds, ServiceOptions, SessionService
-from proxyccl.proxy.interface import ProxyFailure
+from proxyccl.proxy.daemon.session_service import ChannelId, Seconds, ServiceOptions, SessionService
+from proxyccl.proxy.interface import ProxyFailure, Signals
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.processes import process_name
 from proxyccl.proxy.service import ProxyService
@@ -111,6 +111,7 @@ class Session:
         self._number: int | None = None  # number of the request in progress
         self._answered = False
         self.greeted = False  # whether both hellos have been exchanged
+        self.suspended = False  # whether the client has called `suspend`
         self._end_within: float | None = None
         self.threads: Sequence[ProxyThread] = ()  # the threads that run the client's workers
         self.name = "a client"  # the client's name in logs and errors
@@ -288,8 +289,9 @@ class Session:
 
     @method(opens=True)
     def open(self, descriptors: Descriptors, options: ServiceOptions) -> tuple[bytes, list[bytes]]:
-        """Opens a proxy service that uses the client's control segment and rings. Returns the handle of the service's
-        `ObservedSegment`, and the handles of the words that wake the service's threads.
+        """Opens a proxy service that uses the client's control segment and rings, and drains the rings after
+        `SessionService.start`. Returns the handle of the service's `ObservedSegment`, and the handles of the words that
+        wake the service's threads.
         """
         if self._service is not None:
             raise ProtocolError("open: a proxy is open already")
@@ -316,6 +318,21 @@ class Session:
         """Drains the rings and frees all of the client's objects. Returns whether all workers have ended."""
         self._require_service("close").drain(timeout)
         return self._free(timeout)
+
+    @method(timeouts=2, needs_turns=True)
+    def suspend(self, timeout: Seconds) -> dict[ChannelId, Signals]:
+        """Drains the rings and frees all of the client's objects, which the client will make again over another
+        connection. Returns the signals of the client's channels. A job's own daemon without other clients ends at once.
+        Raises ResourceError if the client's work does not end in time.
+        """
+        self.suspended, service = True, self._service
+        if service is None:
+            return {}
+        drained = service.drain(timeout)
+        signals = service.signals()
+        if not drained or not self._free(timeout):
+            raise ResourceError(f"the proxy's work did not end within {timeout:g} s")
+        return signals
 
     # -- the end ---
 

@@ -17,7 +17,7 @@ from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.codec import Message, Uint64
 from proxyccl.proxy.daemon.protocol import CONTROL_BYTES, method
 from proxyccl.proxy.daemon.session_memories import REST_SECONDS, SessionMemories
-from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, ProxyFailure
+from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, ProxyFailure, Signals
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.placement import Place
 from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions, TransportOptions
@@ -26,7 +26,7 @@ from proxyccl.proxy.schedule import Schedule
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.service_remote import ServiceRemote
 from proxyccl.proxy.shared_words import SharedWords
-from proxyccl.proxy.tables import MAX_SCHEDULES
+from proxyccl.proxy.tables import MAX_SCHEDULES, windows_of
 from proxyccl.proxy.thread import LONGEST_US, IdlePolicy, ProxyThread
 from proxyccl.proxy.transports.table import find_transport, remote_functions
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES
@@ -120,10 +120,13 @@ class SessionService:
                 on_warning=on_warning,
                 description=options.description,
                 idle=idle,
+                started=False,
             )
             undo.pop_all()
+        self._runtime = runtime
         self._segment = segment
         self._has_left = has_left
+        self._started = False
         self.memories = SessionMemories(self.proxy, runtime)  # the memory that is mapped for the client
         self._sizes: dict[int, int] = {}  # maps a memory's first id to its size
         self._connections: list[Connection] = []
@@ -136,25 +139,40 @@ class SessionService:
     # -- memories ---
 
     @method()
-    def add_memory(self, handle: bytes, nbytes: Nbytes, key: Uint64) -> MemoryId:
-        """Maps memory by its handle, and registers the memory for copies. Returns the first of the memory's ids."""
+    def add_memory(self, handle: bytes, nbytes: Nbytes, key: Uint64, first: MemoryId | None = None) -> MemoryId:
+        """Maps memory by its handle, and registers the memory for copies. Returns the first of the memory's ids:
+        `first`, or any id.
+        """
+        self._require_free(first, nbytes)
         if nbytes == 0:
-            return self._register(0, lambda: self.proxy.add_memory(0, 0, key))
+            return self._register(0, lambda: self.proxy.add_memory(0, 0, key, first=first))
         with contextlib.ExitStack() as undo:
             memory = self.memories.map(handle, nbytes, undo)
-            return self._register(nbytes, lambda: self.proxy.add_memory(memory.ptr, nbytes, key), undo)
+            return self._register(nbytes, lambda: self.proxy.add_memory(memory.ptr, nbytes, key, first=first), undo)
 
     @method()
-    def add_pinned_memory(self, handle: bytes) -> MemoryId:
+    def add_pinned_memory(self, handle: bytes, first: MemoryId | None = None) -> MemoryId:
         """Maps pinned memory, and registers it for copies by the device and the CPU. Returns the first of its ids."""
         with contextlib.ExitStack() as undo:
             memory = self.memories.map_pinned(handle, undo)
-            return self._register(memory.nbytes, lambda: self.proxy.add_pinned_memory(memory), undo)
+            self._require_free(first, memory.nbytes)
+            return self._register(memory.nbytes, lambda: self.proxy.add_pinned_memory(memory, first=first), undo)
 
     @method()
-    def add_remote_memory(self, address: Uint64, nbytes: Nbytes, key: Uint64) -> MemoryId:
+    def add_remote_memory(
+        self, address: Uint64, nbytes: Nbytes, key: Uint64, first: MemoryId | None = None
+    ) -> MemoryId:
         """Registers memory that remote transports access by address and key. Returns the first of the memory's ids."""
-        return self._register(nbytes, lambda: self.proxy.add_remote_memory(address, nbytes, key))
+        self._require_free(first, nbytes)
+        return self._register(nbytes, lambda: self.proxy.add_remote_memory(address, nbytes, key, first=first))
+
+    def _require_free(self, first: int | None, nbytes: int) -> None:
+        if first is None:
+            return
+        ids = range(first, first + windows_of(nbytes))
+        used = any(other < ids.stop and first < other + windows_of(size) for other, size in self._sizes.items())
+        if used or ids.stop > MAX_MEMORIES:
+            raise ProtocolError(f"first: the ids from {first} to {ids.stop - 1} are not free")
 
     def _register(self, nbytes: int, add: Callable[[], int], undo: contextlib.ExitStack | None = None) -> int:
         with self.proxy.paused(REST_SECONDS):  # a worker may read the new entry at any time
@@ -174,10 +192,12 @@ class SessionService:
         del self._sizes[first]
         self.memories.retire("memory", first)
 
-    @method()
+    @method(releases=True)  # a lost daemon maps nothing
     def set_mapped(self, process: bytes, bases: list[Uint64], mapped: bool) -> None:
-        """See `ProxyService.set_mapped`."""
-        self.proxy.set_mapped(process, bases, mapped)
+        """Unmaps a process's blocks in this process, or maps them again (`BaseRuntime.set_mapped`). Memory ids of the
+        blocks stay valid, but no transfer may use the ids while the blocks are unmapped.
+        """
+        self._runtime.set_mapped(process, bases, mapped)
 
     # -- connections and channels ---
 
@@ -199,18 +219,25 @@ class SessionService:
         return self._connections[number]
 
     @method()
-    def reserve_channel(self, connection: Uint64) -> tuple[ChannelId, RingNumber]:
-        """Reserves a channel id for a connection. Returns the id, and the number of the ring for its triggers."""
+    def reserve_channel(self, connection: Uint64, channel: ChannelId | None = None) -> tuple[ChannelId, RingNumber]:
+        """Reserves a channel id for a connection. Returns the id (`channel`, or any id), and the number of the ring for
+        its triggers.
+        """
         found = self._connection(connection)
-        channel = self.proxy.reserve_channel(found)
+        channel = self.proxy.reserve_channel(found, self._unused(channel))
         self._channels[channel] = found
         return channel, self.proxy.ring_of(channel)
 
     @method()
-    def reserve_elsewhere(self) -> ChannelId:
+    def reserve_elsewhere(self, channel: ChannelId | None = None) -> ChannelId:
         """Reserves a channel id for a channel that the client's own process serves."""
-        channel = self.proxy.reserve_elsewhere()
+        channel = self.proxy.reserve_elsewhere(self._unused(channel))
         self._channels[channel] = None
+        return channel
+
+    def _unused(self, channel: int | None) -> int | None:
+        if channel in self._channels:
+            raise ProtocolError(f"channel: {channel} is in use")
         return channel
 
     def _require_channel(self, channel: int, connection: int) -> Connection:
@@ -220,24 +247,30 @@ class SessionService:
         return found
 
     @method()
-    def set_channel(self, channel: ChannelId, connection: Uint64, word: bytes = b"", address: Uint64 = 0) -> None:
+    def set_channel(
+        self,
+        channel: ChannelId,
+        connection: Uint64,
+        word: bytes = b"",
+        address: Uint64 = 0,
+        signals: Signals = (0, 0),
+    ) -> None:
         """Puts a channel in use. The channel's signals are counted in an 8-byte word of the peer. `word` is the word's
         handle if the connection is within the host; `address` is the word's address if the connection is remote.
+        `signals` is the channel's entry in the result of `Session.suspend`.
         """
         found = self._require_channel(channel, connection)
         if find_transport(found.transport).is_remote:
-            self._set_channel(channel, found, "address", address, _SEMAPHORE_BYTES)
+            _require_semaphore("address", address, _SEMAPHORE_BYTES)
+            with self.proxy.paused(REST_SECONDS):
+                self.proxy.set_channel(channel, found, address)
             return
         with contextlib.ExitStack() as undo:
             memory = self.memories.map_pinned(word, undo)
-            self._set_channel(channel, found, "word", memory.host_ptr, memory.nbytes)
+            _require_semaphore("word", memory.host_ptr, memory.nbytes)
+            with self.proxy.paused(REST_SECONDS):
+                self.proxy.set_channel(channel, found, memory.host_ptr, signals=signals)
             self.memories.keep("word", channel, undo.pop_all().close)
-
-    def _set_channel(self, channel: int, connection: Connection, argument: str, address: int, nbytes: int) -> None:
-        if nbytes != _SEMAPHORE_BYTES or address == 0 or address % _SEMAPHORE_BYTES:
-            raise ArgumentError(argument, "a semaphore is a word of 8 bytes, aligned to 8")
-        with self.proxy.paused(REST_SECONDS):
-            self.proxy.set_channel(channel, connection, address)
 
     @method(releases=True)
     def free_channels(self, channels: list[ChannelId], connection: Uint64) -> None:
@@ -251,9 +284,13 @@ class SessionService:
     # -- schedules ---
 
     @method()
-    def add_schedule(self, schedule: Schedule) -> ScheduleNumber:
-        """Adds a schedule, which the client's streams may then start. Each run looks up the ids anew."""
-        number = self.proxy.add_schedule(schedule)
+    def add_schedule(self, schedule: Schedule, number: ScheduleNumber | None = None) -> ScheduleNumber:
+        """Adds a schedule, which the client's streams may then start. Each run looks up the ids anew. Returns the
+        schedule's number: `number`, or any number.
+        """
+        if number in self._schedules:
+            raise ProtocolError(f"number: {number} is in use")
+        number = self.proxy.add_schedule(schedule, number)
         self._schedules.add(number)
         return number
 
@@ -339,12 +376,28 @@ class SessionService:
             self._opened.withdraw(exposed)  # after this call, the engine refuses peers' data
         self.memories.retire("exposed", number)
 
-    # -- the end ---
+    # -- the workers ---
+
+    @method()
+    def start(self) -> None:
+        """Lets the workers drain the rings. After `Session.suspend`, the client first makes its objects anew, under
+        their former numbers, because kernels may already have pushed triggers that name these numbers.
+        """
+        if self._started:
+            raise ProtocolError("start: the proxy is started already")
+        self._started = True
+        self.proxy.start()
+
+    def signals(self) -> dict[int, Signals]:
+        """Returns the signals of all channels that have connections. The rings must be drained."""
+        return {channel: self.proxy.signals(channel) for channel, over in self._channels.items() if over is not None}
 
     @method(timeouts=1, needs_turns=True)
     def drain(self, timeout: Seconds) -> bool:
         """See `ProxyService.drain`. Also returns if the client disconnects."""
         return self.proxy.drain(timeout, self._has_left)
+
+    # -- the end ---
 
     def free(self) -> None:
         """Unmaps and closes all objects that the service used. The service's workers must have ended."""
@@ -354,6 +407,11 @@ class SessionService:
             if self._remote is not None:
                 steps.callback(self._remote.close)
             steps.callback(self.memories.unmap_retired)
+
+
+def _require_semaphore(argument: str, address: int, nbytes: int) -> None:
+    if nbytes != _SEMAPHORE_BYTES or address == 0 or address % _SEMAPHORE_BYTES:
+        raise ArgumentError(argument, "a semaphore is a word of 8 bytes, aligned to 8")
 
 
 def _from_fields(kind: type[T], given: Mapping[str, object]) -> T:

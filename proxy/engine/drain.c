@@ -157,14 +157,14 @@ static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *rout
   if (route->op & (PROXYCCL_OP_SIGNAL | PROXYCCL_OP_FLUSH)) publish_counts(route);
   if (route->op & PROXYCCL_OP_SIGNAL) {
     counter_add(&route->counters->signals, 1);
-    const uint64_t previous = channel->outbound;
+    const uint64_t previous = channel->signals.sent;
     uint64_t count = previous + 1;
     if (!(route->op & PROXYCCL_OP_DATA) && value_bytes(trigger) != 0) {
       if (trigger.word0 <= previous)
         return refuse(info, "a signal's value is not above the count of the channel's signals");
       count = trigger.word0;
     }
-    channel->outbound = count;
+    channel->signals.sent = count;
     status = connection->transport->signal(connection, channel->remote_semaphore, count, previous);
     if (status != 0) return exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "signal");
   }

@@ -73,14 +73,25 @@ typedef struct ProxycclIdlePolicy {
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
 void proxyccl_service_destroy(ProxycclService *service); /* the service's workers must have ended */
 
+/* How far a channel's two words have come, which only the engine knows. A service that takes over the channel of an
+ * earlier service continues from these values; a new channel begins with zeros. */
+typedef struct ProxycclSignals {
+  uint64_t sent;  /* last value sent to the peer's word: a count of signals, or a post */
+  uint64_t taken; /* number of signals in this rank's word that schedules have consumed, or the last post that was
+                     read */
+} ProxycclSignals;
+
 /* Each of the next three functions sets the table entry of `id`, and returns 0, or EINVAL if `id` is out of range. If
  * kernels may push triggers that name `id`, the service's workers must be paused during the call. `flushed` and
  * `completed` are the channel's words (handles.h). */
 int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key,
                                 uint32_t remote_only, char *host);
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
-                                 uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed);
+                                 uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed,
+                                 ProxycclSignals signals);
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed, uint64_t *completed);
+/* Returns the signals of a channel. Nothing may be outstanding on the channel's connection. */
+ProxycclSignals proxyccl_service_signals(const ProxycclService *service, uint32_t id);
 
 /* Reads, with acquire order, a word that a peer's proxy signals: data that was put before the signal is visible. */
 uint64_t proxyccl_word_acquire(const uint64_t *word);
@@ -102,7 +113,8 @@ int proxyccl_service_remove_schedule(ProxycclService *service, uint32_t number);
 ProxycclWorker *proxyccl_worker_create(ProxycclService *service, ProxycclWorkerStats *stats);
 void proxyccl_worker_destroy(ProxycclWorker *worker);
 /* Each of the next two functions may be called while the worker runs, and returns 0, or ENOSPC if the worker has the
- * maximum number of rings or connections. `slots` and `tail` are fields of a ProxycclFifo. */
+ * maximum number of rings or connections. `slots` and `tail` are fields of a ProxycclFifo; the worker takes triggers
+ * from the ticket `*tail` on. */
 int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2);
 int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *connection);
 /* Sets the function that makes the worker's device current (cuCtxSetCurrent, hipSetDevice). If a thread runs workers of

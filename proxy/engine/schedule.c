@@ -187,7 +187,7 @@ static const char *refusal(const ProxycclTransport *transport, const ProxycclMem
  * depend on these copies. */
 static ProxycclOutcome issue_post(Step *step, Channel *channel, ProxycclExitInfo *info) {
   ProxycclConnection *connection = channel->connection;
-  const uint64_t previous = channel->outbound, value = channel->outbound = next_post(previous, &step->post);
+  const uint64_t previous = channel->signals.sent, value = channel->signals.sent = next_post(previous, &step->post);
   int status = 0;
   if (is_mapped(connection))
     word_store(channel->remote_semaphore, value);
@@ -237,7 +237,7 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
   if (send->bytes > 0)
     status = transport->put(connection, ranges.dst, ranges.dst_offset, ranges.src, send->src_offset, send->bytes);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "put", info);
-  step->value = ++channel->outbound;
+  step->value = ++channel->signals.sent;
   status = transport->signal(connection, channel->remote_semaphore, step->value, step->value - 1);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "signal", info);
   if (!is_mapped(connection)) /* waits only until sources are read, because receivers check that data has arrived */
@@ -307,7 +307,7 @@ static int may_follow(const Step *step, int bundled) {
 static ProxycclOutcome issue_bundle(ProxycclService *service, Bundle *bundle, ProxycclExitInfo *info) {
   ProxycclConnection *carrier = bundle->carrier;
   const Channel *first = &service->channels[bundle->steps[0]->channel];
-  const uint64_t value = first->outbound + 1; /* the flush value that the first send would have without a bundle */
+  const uint64_t value = first->signals.sent + 1; /* the flush value that the first send would have without a bundle */
   const char *failed = "put";
   int status = carrier->transport->put_many(carrier, bundle->puts, bundle->count);
   if (status == 0) {
@@ -318,7 +318,7 @@ static ProxycclOutcome issue_bundle(ProxycclService *service, Bundle *bundle, Pr
   carrier->progress.issued += bundle->count;
   for (uint32_t i = 0; i < bundle->count; ++i) {
     Step *step = bundle->steps[i];
-    step->value = ++service->channels[step->channel].outbound;
+    step->value = ++service->channels[step->channel].signals.sent;
     step->bundle = first;
     step->flushed = value;
     count_send(service, step);
@@ -379,8 +379,8 @@ static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step 
       break;
     case MEET:
       step->value = word_load(inbound);
-      if (!is_behind(step->value, channel->taken)) break;
-      channel->taken = step->value;
+      if (!is_behind(step->value, channel->signals.taken)) break;
+      channel->signals.taken = step->value;
       complete_in_stage(service, step, joined);
       break;
     case SEND:
@@ -534,7 +534,8 @@ static void begin_part(ProxycclWorker *worker, Schedule *schedule) {
     Step *step = &schedule->steps[i];
     if (!is_own(worker, step)) continue;
     step->state = WAITING;
-    if (step->kind == RECEIVE) step->value = worker->service->channels[step->channel].taken += step->receive.sends;
+    if (step->kind == RECEIVE)
+      step->value = worker->service->channels[step->channel].signals.taken += step->receive.sends;
     ++worker->run.left;
   }
 }

@@ -44,11 +44,18 @@ static int set_channel(ProxycclService *service, uint32_t id, Channel made) {
 }
 
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
-                                 uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed) {
-  return set_channel(
-      service, id,
-      (Channel){
-          .connection = connection, .remote_semaphore = remote_semaphore, .flushed = flushed, .completed = completed});
+                                 uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed,
+                                 ProxycclSignals signals) {
+  return set_channel(service, id,
+                     (Channel){.connection = connection,
+                               .remote_semaphore = remote_semaphore,
+                               .flushed = flushed,
+                               .completed = completed,
+                               .signals = signals});
+}
+
+ProxycclSignals proxyccl_service_signals(const ProxycclService *service, uint32_t id) {
+  return service->channels[id].signals;
 }
 
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed, uint64_t *completed) {
@@ -70,7 +77,7 @@ void proxyccl_worker_destroy(ProxycclWorker *worker) { free(worker); }
 
 int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2) {
   if (worker->ring_count == PROXYCCL_MAX_RINGS) return ENOSPC;
-  worker->rings[worker->ring_count] = (Ring){slots, tail, size_log2, 0, 0};
+  worker->rings[worker->ring_count] = (Ring){slots, tail, size_log2, *tail, *tail};
   list_grow(&worker->ring_count);
   return 0;
 }

@@ -21,10 +21,7 @@ struct Channel {
   uint64_t *remote_semaphore;
   uint64_t *flushed;
   uint64_t *completed;
-  uint64_t outbound; /* last value sent to the peer's word: a count of signals, or a post; only the engine writes that
-                        word */
-  uint64_t taken;    /* number of signals in this rank's word that schedules have consumed, or the last post that was
-                        read */
+  ProxycclSignals signals; /* only the engine writes the peer's word */
   /* The point after all issued triggers, and the point to publish next; valid while `unfinished` is 1. */
   Extent issued, awaited;
   Channel *next_unfinished; /* next channel in the list `unfinished` of the connection */

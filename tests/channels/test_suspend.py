@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -15,17 +16,22 @@ from proxyccl import (
     AbortedError,
     ArgumentError,
     Communicator,
+    CommunicatorError,
     EPAll2AllLayer,
     MismatchError,
     ResourceError,
     RuntimeUnavailableError,
     SuspendedError,
 )
+from proxyccl.proxy.daemon.choice import ChosenDaemon
+from proxyccl.proxy.daemon.client import DaemonClient
+from proxyccl.proxy.processes import start_of
 from proxyccl.transfer import Agent
 from support.device_arrays import barrier, on_device, on_host
 from support.paths import PROGRAMS
 from support.processes import run_processes
 from support.ranks import Ranks
+from support.running import wait_for
 
 MIB = 1 << 20
 pytestmark = pytest.mark.host_only(reason="AMD's GPUs can't suspend memory; tests/gpu/ suspends NVIDIA's")
@@ -55,8 +61,9 @@ def some_calls(comm: Communicator, array: Any) -> list[bytes]:
     return [on_host(each).tobytes() for each in (*results, received)]
 
 
-@pytest.mark.parametrize("proxy", ["thread", "process"])
-def test_calls_give_the_same_results_after_a_communicator_was_suspended(proxy: str) -> None:
+@pytest.mark.daemon
+@pytest.mark.parametrize("proxy", [None, "process"])
+def test_calls_give_the_same_results_after_a_communicator_was_suspended(proxy: str | None) -> None:
     def body(comm: Communicator) -> None:
         array = comm.empty(MIB, "float32").upload(np.full(MIB, 1.0, np.float32))
         comm.register(array)
@@ -76,6 +83,99 @@ def test_calls_give_the_same_results_after_a_communicator_was_suspended(proxy: s
         assert set(array.numpy()) == {float(comm.world_size**4)}
 
     with Ranks(3, suspendable=True, proxy=proxy) as ranks:
+        ranks.run(body)
+
+
+def proxied(comm: Communicator) -> float:
+    return float(on_host(comm.all_reduce(on_device(comm, np.ones(1000, np.float32)), algorithm="proxy"))[-1])
+
+
+def daemon_of(comm: Communicator) -> int:
+    assert isinstance(comm.proxy, DaemonClient)
+    return comm.proxy.daemon
+
+
+def wait_for_end(pid: int) -> None:
+    wait_for(lambda: start_of(pid) is None, "the proxies' process ends")
+
+
+def test_the_proxies_process_ends_while_all_its_communicators_are_suspended() -> None:
+    def body(comm: Communicator) -> None:
+        array, other = comm.empty(MIB, "float32").fill(1), comm.split(range(comm.world_size))
+        (channel,) = comm.proxy_channels(array)
+        assert proxied(comm) == proxied(other) == 2
+        served = daemon_of(comm)
+        comm.suspend()
+        assert proxied(other) == 2
+        assert start_of(served) is not None
+        other.close()
+        for rounds in range(1, 4):
+            wait_for_end(served)
+            comm.resume()
+            for _ in range(rounds):
+                channel.signal()
+                channel.wait()
+                assert proxied(comm) == 2
+            assert not channel.poll()
+            before, served = served, daemon_of(comm)
+            assert served != before
+            comm.suspend()
+
+    with Ranks(2, suspendable=True, proxy="process") as ranks:
+        ranks.run(body)
+
+
+def test_the_proxies_process_ends_even_if_no_call_has_used_it() -> None:
+    def body(comm: Communicator) -> int:
+        barrier(comm)
+        comm.suspend()
+        comm.resume()
+        return daemon_of(comm)
+
+    with Ranks(2, suspendable=True, proxy="process", cta_policy="zero") as ranks:  # connects before the first call
+        served = ranks.run(body)[0]
+        ranks.run(lambda comm: comm.suspend())
+        wait_for_end(served)
+
+
+def test_calls_begin_before_the_proxies_process_has_started_again() -> None:
+    def body(comm: Communicator) -> None:
+        x = comm.empty(MIB, "float32").fill(1)
+        for _ in range(3):  # the later calls are issued without Python
+            comm.all_reduce(x, out=x, algorithm="proxy")
+        for _ in range(2):
+            comm.suspend()
+            comm.resume()
+            comm.all_reduce(x, out=x, algorithm="proxy")
+        assert set(x.numpy()) == {float(2**5)}
+        for _ in range(2):
+            comm.suspend()
+            comm.resume()
+        comm.close()  # waits for the start
+
+    with Ranks(2, suspendable=True, proxy="process") as ranks:
+        ranks.run(body)
+
+
+def raise_failure(comm: Communicator) -> None:
+    while True:
+        proxied(comm)
+
+
+def test_a_proxy_that_does_not_start_again_ends_the_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Communicator) -> None:
+        assert proxied(comm) == 2
+        comm.suspend()
+        barrier_of_threads.wait()
+        comm.resume()
+        with pytest.raises(CommunicatorError, match="the proxy did not start again: RuntimeUnavailableError: no room"):
+            raise_failure(comm)
+
+    def refuse(*_: object) -> NoReturn:
+        raise RuntimeUnavailableError("no room")
+
+    barrier_of_threads = threading.Barrier(2, lambda: monkeypatch.setattr(ChosenDaemon, "connect", refuse))
+    with Ranks(2, suspendable=True, proxy="process") as ranks:
         ranks.run(body)
 
 
@@ -113,7 +213,8 @@ def test_calls_of_a_suspended_communicator_are_refused_before_anything_moves() -
         ranks.run(body)
 
 
-def test_a_message_sent_before_is_received_afterwards() -> None:
+@pytest.mark.parametrize("proxy", ["thread", "process"])
+def test_a_message_sent_before_is_received_afterwards(proxy: str) -> None:
     def body(comm: Communicator) -> None:
         comm.prepare_transfers()
         if comm.rank == 0:
@@ -126,7 +227,7 @@ def test_a_message_sent_before_is_received_afterwards() -> None:
             comm.synchronize()
             assert np.array_equal(on_host(got), np.arange(100))
 
-    with Ranks(2, suspendable=True) as ranks:
+    with Ranks(2, suspendable=True, proxy=proxy) as ranks:
         ranks.run(body)
 
 
@@ -150,6 +251,21 @@ def test_layers_of_experts_work_after_their_communicator_was_suspended(save: boo
                 layer.dispatch(on_device(comm, given), on_device(comm, ids))
             comm.resume()
         layer.finalize()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+@pytest.mark.parametrize("nbytes", [MIB, (20 << 20) + 3])
+def test_arrays_keep_their_contents(nbytes: int) -> None:
+    def body(comm: Communicator) -> None:
+        contents = np.random.default_rng(comm.rank).integers(0, 256, nbytes, np.uint8)
+        array, other = comm.empty(nbytes, "uint8").upload(contents), comm.empty(2 * MIB, "uint8").fill(comm.rank)
+        for _ in range(2):
+            comm.suspend()
+            comm.resume()
+            assert np.array_equal(array.numpy(), contents)
+            assert np.array_equal(other.numpy(), np.full(2 * MIB, comm.rank, np.uint8))
 
     with Ranks(2, suspendable=True) as ranks:
         ranks.run(body)
@@ -218,7 +334,8 @@ def test_ranks_agree_on_whether_they_may_be_suspended() -> None:
         ranks.run(lambda _: None)
 
 
-def test_without_memory_to_resume_all_ranks_stay_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("function", ["resume", "allocate_pinned"])
+def test_without_memory_to_resume_all_ranks_stay_suspended(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def body(comm: Communicator) -> None:
         array = comm.empty(MIB, "float32").upload(np.full(MIB, 3.0, np.float32))
         comm.suspend()
@@ -229,14 +346,14 @@ def test_without_memory_to_resume_all_ranks_stay_suspended(monkeypatch: pytest.M
                 def full(blocks: object) -> None:
                     raise ResourceError("the device is full")
 
-                patched.setattr(comm.runtime, "resume", full)
+                patched.setattr(comm.runtime, function, full)
                 with pytest.raises(ResourceError, match="rank 1: the device is full"):
                     comm.resume()
         else:
             with pytest.raises(ResourceError, match="rank 1: the device is full"):
                 comm.resume()
         assert comm.suspended
-        assert memory.usage()["arrays"] == 0
+        assert memory.usage()["arrays"] == pages(comm) == 0
         comm.resume()
         assert set(array.numpy()) == {3.0}
 
@@ -302,8 +419,9 @@ def test_a_failure_while_suspended_is_noticed() -> None:
         ranks.run(body)
 
 
-def test_a_rank_that_dies_while_suspended_is_noticed_and_the_others_go_on() -> None:
-    survivor, victim = run_processes(2, PROGRAMS / "asleep.py")
+@pytest.mark.parametrize("proxy", ["thread", "process"])
+def test_a_rank_that_dies_while_suspended_is_noticed_and_the_others_go_on(proxy: str) -> None:
+    survivor, victim = run_processes(2, PROGRAMS / "asleep.py", env={"PROXYCCL_PROXY": proxy})
     assert victim.returncode == -signal.SIGKILL
     assert survivor.returncode == 0, survivor.stderr
     assert survivor.stdout.splitlines() == ["noticed while suspended", "lost rank 1", f"alone: 3.0 {MIB}"]

@@ -291,6 +291,56 @@ def test_memory_that_can_not_be_mapped_is_refused(daemon: RunningDaemon) -> None
 
 
 @pytest.mark.usefixtures("bystander")
+def test_numbers_that_are_not_free_are_refused(daemon: RunningDaemon) -> None:
+    memory = SharedMemory.allocate(4096)
+    part, long = memory.export(memory.ptr, 4096), 5 << 32  # five windows of 4 GiB
+    wrong: dict[str, dict[str, Any]] = {
+        "first: the ids from 0 to 0": {"do": "add_memory", "key": 0, "handle": part, "nbytes": 4096, "first": 0},
+        "first: the ids from 0 to 4": {"do": "add_remote_memory", "address": 8, "nbytes": long, "key": 1, "first": 0},
+        "first: the ids from 507 to 511": {
+            "do": "add_remote_memory",
+            "address": 8,
+            "nbytes": long,
+            "key": 1,
+            "first": 507,
+        },
+        "first: the ids from 0 to 0 are": {"do": "add_pinned_memory", "handle": memory.handle, "first": 0},
+        "channel: 0 is in use": {"do": "reserve_channel", "connection": 0, "channel": 0},
+        "channel: 0 is": {"do": "reserve_elsewhere", "channel": 0},
+        "number: 1 is in use": {"do": "add_schedule", "number": 1},
+        "start: the proxy is started already": {"do": "start"},
+    }
+    for message, request in wrong.items():
+        with RawClient(daemon) as client:
+            assert client.opens()
+            used = client.use()
+            schedule = client.schedule(used)
+            assert client.result({"do": "add_schedule", "schedule": schedule, "number": 1}) == 1
+            answer = client.say(request | ({"schedule": schedule} if request["do"] == "add_schedule" else {}))
+            assert answer is not None
+            assert answer["error"] == "protocol"
+            assert message in answer["message"]
+
+
+@pytest.mark.usefixtures("bystander")
+def test_objects_are_made_with_the_numbers_that_the_client_wants(daemon: RunningDaemon) -> None:
+    with RawClient(daemon) as client:
+        assert client.opens()
+        used = client.use()
+        assert client.say(client.set_channel(used)) == DONE
+        assert client.result({"do": "reserve_channel", "connection": 0, "channel": 77})[0] == 77
+        assert client.result({"do": "reserve_elsewhere", "channel": 1023}) == 1023
+        assert client.result({"do": "reserve_elsewhere"}) == 1
+        memory = {"do": "add_remote_memory", "address": 8, "nbytes": 5 << 32, "key": 1}
+        assert client.result(memory | {"first": 503}) == 503
+        assert client.result(memory) == 1
+        assert client.result({"do": "suspend", "timeout": 5}) == {"0": [0, 0], "77": [0, 0]}
+        assert client.result({"do": "suspend", "timeout": 5}) == {}
+        assert client.say(opening(), client.segment.descriptor, client.ring.descriptor) is not None
+        assert client.say({"do": "start"}) == DONE
+
+
+@pytest.mark.usefixtures("bystander")
 def test_pinned_memory_is_unmapped_with_its_client(daemon: RunningDaemon) -> None:
     before = daemon.resources()
     memory = SharedMemory.allocate(4096)
@@ -342,7 +392,9 @@ def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClie
                 {"do": "remove_memory", "first": rng.randrange(4)},
                 {"do": "connect_copy", "peer": rng.randrange(4)},
                 {"do": "reserve_channel", "connection": 0},
-                {"do": "reserve_elsewhere"},
+                {"do": "reserve_elsewhere", "channel": rng.randrange(4)},
+                {"do": "start"},
+                {"do": "suspend", "timeout": 0.001},
                 client.set_channel(used),
                 {"do": "free_channels", "channels": [used["channel"]], "connection": 0},
                 {"do": "drain", "timeout": 0.001},

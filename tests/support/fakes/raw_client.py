@@ -81,11 +81,14 @@ class RawClient:
         return answer["result"]
 
     def open(self, **changed: Any) -> dict[str, Any] | None:
-        """Sends the hello message, then asks for a service with one ring. Returns the daemon's answer, or None if the
-        daemon closed the connection.
+        """Sends the hello message, asks for a service with one ring, and starts the service. Returns the daemon's
+        answer to the request for a service, or None if the daemon closed the connection.
         """
         assert self.say(HELLO) is not None
-        return self.say(opening(**changed), self.segment.descriptor, self.ring.descriptor)
+        answer = self.say(opening(**changed), self.segment.descriptor, self.ring.descriptor)
+        if answer is not None and answer["kind"] == "answer":
+            assert self.say({"do": "start"}) == DONE
+        return answer
 
     def opens(self) -> bool:
         """Returns whether `open` succeeds."""
