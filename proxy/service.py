@@ -184,7 +184,7 @@ class ProxyService(ProxyWords):
         self,
         base: int,
         nbytes: int,
-        key: int = 0,
+        keys: Sequence[int] = (),
         *,
         handle: HandleProvider | None = None,
         first: int | None = None,
@@ -194,7 +194,8 @@ class ProxyService(ProxyWords):
         Args:
             base: the memory's address in the caller's process.
             nbytes: the memory's size.
-            key: the memory's key in this rank's requests on remote transports; 0 if the memory has no key.
+            keys: the memory's keys in this rank's requests on remote transports, by network adapter; () if the memory
+                has no keys.
             handle: returns the handle with which another process opens the memory; a `ProxyService` does not call this
                 function.
             first: the first of the ids, which another service chose; None to choose free ids.
@@ -207,7 +208,7 @@ class ProxyService(ProxyWords):
             ResourceError: no ids are left.
         """
         with self._open():
-            return self._memories.add(base, nbytes, key, first=first)
+            return self._memories.add(base, nbytes, keys, first=first)
 
     def add_pinned_memory(self, memory: PinnedMemory, *, first: int | None = None) -> int:
         """Registers pinned memory: this rank's own memory, or a peer's memory that this process has opened.
@@ -231,10 +232,10 @@ class ProxyService(ProxyWords):
         if memory.closed:
             raise ClosedError("the memory is closed")
         with self._open():
-            return self._memories.add(memory.ptr, memory.nbytes, 0, host=memory.host_ptr, first=first)
+            return self._memories.add(memory.ptr, memory.nbytes, host=memory.host_ptr, first=first)
 
-    def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
-        """Registers this rank's or a peer's memory for remote transports, by the memory's address and key.
+    def add_remote_memory(self, address: int, nbytes: int, keys: Sequence[int]) -> int:
+        """Registers this rank's or a peer's memory for remote transports, by the memory's address and keys.
 
         The engine refuses triggers of channels that copy within the host and name this memory. Returns the first id.
 
@@ -242,7 +243,7 @@ class ProxyService(ProxyWords):
             ResourceError: no ids are left.
         """
         with self._open():
-            return self._memories.add(address, nbytes, key, remote_only=True)
+            return self._memories.add(address, nbytes, keys, remote_only=True)
 
     def remove_memory(self, first: int, nbytes: int) -> None:
         """Frees a memory's ids. Triggers must no longer name these ids."""

@@ -23,7 +23,7 @@ from proxyccl.proxy.daemon.connection import DaemonConnection
 from proxyccl.proxy.daemon.hello import DaemonAddress
 from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.daemon.session_service import ServiceOptions, SessionService
-from proxyccl.proxy.interface import Connection, ExposedMemory, HandleProvider, Handler, ProxyFailure
+from proxyccl.proxy.interface import Connection, ExposedMemory, HandleProvider, Handler, Keys, ProxyFailure
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.placement import Place
@@ -223,7 +223,7 @@ class DaemonClient(ProxyWords):
     remove_schedule = _asks(SessionService.remove_schedule)
     set_mapped = _asks(SessionService.set_mapped)
 
-    def add_memory(self, base: int, nbytes: int, key: int = 0, *, handle: HandleProvider | None = None) -> int:
+    def add_memory(self, base: int, nbytes: int, keys: Keys = (), *, handle: HandleProvider | None = None) -> int:
         """Makes the daemon register memory. Raises ArgumentError for private memory, unless `takes_private` was set."""
         if handle is None:
             raise ArgumentError("memory", "the node daemon reaches memory only by a handle")
@@ -233,9 +233,9 @@ class DaemonClient(ProxyWords):
             if not self._takes_private:
                 raise
             # The daemon cannot map this memory, and refuses copies from and to this memory.
-            first = self.add_remote_memory(base, nbytes, key)
+            first = self.add_remote_memory(base, nbytes, keys)
         else:
-            first = self._daemon.ask(SessionService.add_memory, name, nbytes, key)
+            first = self._daemon.ask(SessionService.add_memory, name, nbytes, keys)
         self._repeat(first, lambda own: own.add_memory(base, nbytes, first=first))
         return first
 

@@ -40,7 +40,7 @@ from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.workers import MAX_RINGS
 
-VERSION = 18
+VERSION = 19
 LONGEST_FRAME = 64 * 1024
 MOST_DESCRIPTORS = MAX_RINGS + 1
 """The highest number of descriptors in a frame: one for the control segment, and one for each ring."""

@@ -17,7 +17,7 @@ from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.codec import Message, Uint64
 from proxyccl.proxy.daemon.protocol import CONTROL_BYTES, method
 from proxyccl.proxy.daemon.session_memories import REST_SECONDS, SessionMemories
-from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, ProxyFailure
+from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, Keys, ProxyFailure
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.placement import Place
 from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions, TransportOptions
@@ -136,13 +136,13 @@ class SessionService:
     # -- memories ---
 
     @method()
-    def add_memory(self, handle: bytes, nbytes: Nbytes, key: Uint64) -> MemoryId:
+    def add_memory(self, handle: bytes, nbytes: Nbytes, keys: Keys) -> MemoryId:
         """Maps memory by its handle, and registers the memory for copies. Returns the first of the memory's ids."""
         if nbytes == 0:
-            return self._register(0, lambda: self.proxy.add_memory(0, 0, key))
+            return self._register(0, lambda: self.proxy.add_memory(0, 0, keys))
         with contextlib.ExitStack() as undo:
             memory = self.memories.map(handle, nbytes, undo)
-            return self._register(nbytes, lambda: self.proxy.add_memory(memory.ptr, nbytes, key), undo)
+            return self._register(nbytes, lambda: self.proxy.add_memory(memory.ptr, nbytes, keys), undo)
 
     @method()
     def add_pinned_memory(self, handle: bytes) -> MemoryId:
@@ -152,9 +152,9 @@ class SessionService:
             return self._register(memory.nbytes, lambda: self.proxy.add_pinned_memory(memory), undo)
 
     @method()
-    def add_remote_memory(self, address: Uint64, nbytes: Nbytes, key: Uint64) -> MemoryId:
-        """Registers memory that remote transports access by address and key. Returns the first of the memory's ids."""
-        return self._register(nbytes, lambda: self.proxy.add_remote_memory(address, nbytes, key))
+    def add_remote_memory(self, address: Uint64, nbytes: Nbytes, keys: Keys) -> MemoryId:
+        """Registers memory that remote transports access by address and keys. Returns the first of the memory's ids."""
+        return self._register(nbytes, lambda: self.proxy.add_remote_memory(address, nbytes, keys))
 
     def _register(self, nbytes: int, add: Callable[[], int], undo: contextlib.ExitStack | None = None) -> int:
         with self.proxy.paused(REST_SECONDS):  # a worker may read the new entry at any time

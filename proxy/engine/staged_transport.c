@@ -505,8 +505,9 @@ static int post(Wire *wire, uint32_t *progress) {
     const uint64_t bytes = sizeof(Header) + (header->flags & FILLS ? 0 : header->bytes);
     const ProxycclStagedWire *keys = &self->options.wires[wire->number];
     const PeerArea theirs = peer_area(self, wire);
-    const ProxycclMemory sending = {self->sending, self->options.ring_bytes, keys->area_key, 0, NULL};
-    const ProxycclMemory receiving = {theirs.receiving, self->options.ring_bytes, keys->peer_area_key, 1, NULL};
+    const ProxycclMemory sending = {.base = self->sending, .bytes = self->options.ring_bytes, .key = keys->area_key};
+    const ProxycclMemory receiving = {
+        .base = theirs.receiving, .bytes = self->options.ring_bytes, .key = keys->peer_area_key, .remote_only = 1};
     int status = transport->put(link, &receiving, place, &sending, place, bytes);
     const uint64_t arrived = wire->posted;
     counter_set(&wire->posted, arrived + 1);
@@ -856,8 +857,10 @@ static ProxycclConnection *create_over(const ProxycclTransport *wire, const Prox
   self->words = (Words *)options->area;
   self->sending = (char *)options->area + first;
   self->receiving = (char *)options->area + second;
-  self->device_sending = (ProxycclMemory){(char *)options->device_area + first, ring, 0, 0, self->sending};
-  self->device_receiving = (ProxycclMemory){(char *)options->device_area + second, ring, 0, 0, self->receiving};
+  self->device_sending = (ProxycclMemory){
+      .base = (char *)options->device_area + first, .bytes = ring, .host = self->sending};
+  self->device_receiving = (ProxycclMemory){
+      .base = (char *)options->device_area + second, .bytes = ring, .host = self->receiving};
   int made = 1;
   for (uint32_t i = 0; i < options->wire_count && made; ++i) made = make_wire(self, i, wire, runtime, refused);
   if (made) {

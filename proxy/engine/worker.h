@@ -3,6 +3,7 @@
 
 #include "engine.h"
 #include "order.h"
+#include "rails_transport.h"
 #include "schedule.h"
 #include "ring.h"
 #include "trace.h"
@@ -45,6 +46,7 @@ struct ProxycclService {
                        schedule-end */
   Schedule *schedules[PROXYCCL_MAX_SCHEDULES];
   ProxycclMemory memories[PROXYCCL_MEMORY_IDS];
+  uint64_t keys[PROXYCCL_MAX_MEMORIES][PROXYCCL_RAILS]; /* the memories' keys */
   Channel channels[PROXYCCL_MAX_CHANNELS];
 };
 

@@ -7,11 +7,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from proxyccl.proxy import _engine
 
 ffi, lib = _engine.ffi, _engine.lib
+
+
+class Mail(Struct, frozen=True):
+    """The memory in which the peer of a connection reports failed rails (a ProxycclRailsMail)."""
+
+    address: int
+    keys: Sequence[int]  # by rail
 
 
 class Rail(Struct, frozen=True):
@@ -37,8 +44,10 @@ class WatchedConnection(Struct):
     pointer: Any  # the ProxycclConnection
     stats: Any  # the ProxycclConnectionStats that show the rails to observers
     peer: int | None  # rank of the peer
-    losses: int = 0  # of the ProxycclRailsState at the last look
-    reconnected: int = 0  # number of the failure after which a rail was last connected again
+    # For each rail, at the last look: `losses` of its ProxycclRailsState, and the number of the failure after which it was
+    # last connected again.
+    losses: list[int] = field(default_factory=lambda: [0] * lib.PROXYCCL_RAILS)
+    reconnected: list[int] = field(default_factory=lambda: [0] * lib.PROXYCCL_RAILS)
 
 
 class RailWatch:
@@ -75,39 +84,42 @@ class RailWatch:
         while not self._stop.wait(self.PERIOD):
             # Recoveries wait for `stop`, and one attempt to connect may take a second. So all connections are looked at
             # before the first attempt, and again when attempts have taken one period.
-            free = [each for each in tuple(self._watched) if self._look(each)]
+            free = [(each, rail) for each in tuple(self._watched) for rail in self._look(each)]
             until = time.monotonic() + self.PERIOD
             for _ in free:
                 turn += 1
-                self._reconnect(free[turn % len(free)])
+                self._reconnect(*free[turn % len(free)])
                 if time.monotonic() > until or self._stop.is_set():
                     break
 
-    def _state(self, each: WatchedConnection) -> Any:
+    def _state(self, each: WatchedConnection, rail: int) -> Any:
         state = ffi.new("ProxycclRailsState *")
-        lib.proxyccl_rails_state(each.pointer, state)
+        lib.proxyccl_rails_state(each.pointer, rail, state)
         return state
 
-    def _look(self, each: WatchedConnection) -> bool:
-        """Stops a failed rail's queue pair if the engine asks. Returns whether the rail may be connected again."""
-        state = self._state(each)
-        each.stats.rails_up = len(each.rails) - (state.down > 0)
-        if not state.down:
-            return False
-        failed, other = each.rails[state.down - 1], each.rails[2 - state.down]
-        if state.is_stopping and failed.stop():
-            lib.proxyccl_rails_stopped(each.pointer, state.failures)
-        if state.losses != each.losses:  # at most one more, because a rail is connected again only after a look
-            each.losses = state.losses
-            each.stats.rail_failures += 1
-            reason = self._status_text(state.status)
-            text = f"the adapter {failed.adapter} no longer reaches rank {each.peer} ({reason})"
-            text += f"; all data goes by {other.adapter} (failure {each.stats.rail_failures} of the connection)"
-            self._warn(text)
-        return bool(state.is_free) and each.reconnected != state.failures
+    def _look(self, each: WatchedConnection) -> list[int]:
+        """Stops the queue pairs of failed rails if the engine asks. Returns the rails that may be connected again."""
+        states = [self._state(each, rail) for rail in range(len(each.rails))]
+        up = [rail.adapter for rail, state in zip(each.rails, states, strict=True) if not state.is_down]
+        each.stats.rails_up = len(up)
+        for number, (rail, state) in enumerate(zip(each.rails, states, strict=True)):
+            if state.is_stopping and rail.stop():
+                lib.proxyccl_rails_stopped(each.pointer, number, state.failures)
+            if state.is_down and state.losses != each.losses[number]:
+                # At most one more, because a rail is connected again only after a look.
+                each.losses[number] = state.losses
+                each.stats.rail_failures += 1
+                text = f"the adapter {rail.adapter} no longer reaches rank {each.peer} "
+                text += f"({self._status_text(state.status)}); all data goes by {' and '.join(up)} "
+                self._warn(text + f"(failure {each.stats.rail_failures} of the connection)")
+        return [
+            number
+            for number, state in enumerate(states)
+            if state.is_free and each.reconnected[number] != state.failures
+        ]
 
-    def _reconnect(self, each: WatchedConnection) -> None:
-        state = self._state(each)
-        if state.is_free and each.rails[state.down - 1].reconnect(state.failures):
-            each.reconnected = state.failures
-            lib.proxyccl_rails_reconnected(each.pointer, state.failures)
+    def _reconnect(self, each: WatchedConnection, rail: int) -> None:
+        state = self._state(each, rail)
+        if state.is_free and each.rails[rail].reconnect(state.failures):
+            each.reconnected[rail] = state.failures
+            lib.proxyccl_rails_reconnected(each.pointer, rail, state.failures)

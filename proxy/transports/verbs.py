@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import EndpointInfo, EndpointWire
-from proxyccl.proxy.registrations import Registration, rail_key
+from proxyccl.proxy.registrations import Registration
 from proxyccl.proxy.remote_options import RdmaOptions, RemoteSetup, TransportOptions
-from proxyccl.proxy.transports.rails import Rail
+from proxyccl.proxy.transports.rails import Mail, Rail
 from proxyccl.proxy.transports.staged_connection import STATUSES, StagedEndpoint, Wire, staged_over
 from proxyccl.proxy.transports.transport import RailsOptions, RemoteFunctions, Transport, connect, require_unstaged
 from proxyccl.proxy.verbs.requirements import NEEDS, missing
@@ -103,10 +103,11 @@ class _Endpoint:
                 self._mail = device.registrations.register(mail.host_ptr, mail.nbytes)
                 undo.callback(device.registrations.release, self._mail)
             self._close = undo.pop_all().close
-        first, *more = [rail.address for rail in self._rails]
-        key, address = (self._mail.key, self._mail.address) if self._mail is not None else (0, 0)
+        area, mail_keys = (self._mail.address, self._mail.keys) if self._mail is not None else (0, (0,) * len(self._rails))
+        links = zip(self._rails, registration.keys, mail_keys, strict=True)
+        first, *more = [EndpointWire(rail.address, key, area, mail_key) for rail, key, mail_key in links]
         self.info = EndpointInfo(
-            first, segment.host_ptr, registration.key, more=tuple(EndpointWire(each, key, address) for each in more)
+            first.endpoint, segment.host_ptr, first.rkey, area, mail_rkey=first.mail_rkey, more=tuple(more)
         )
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
@@ -114,18 +115,18 @@ class _Endpoint:
         require_unstaged(theirs)
         options = []
         ends = theirs.wires()
-        for number, (rail, end) in enumerate(zip(self._rails, ends, strict=False)):
+        for rail, end in zip(self._rails, ends, strict=False):
             rail.connect(end.endpoint, timeout, given_up)
-            options.append(rail.engine_options(rail_key(theirs.rkey, number)))
+            options.append(rail.engine_options(end.rkey))
         if len(options) == 1:
             return options[0]
-        devices = self._device.devices
-        rails = [Rail(each.name, rail.stop, rail.reconnect) for each, rail in zip(devices, self._rails, strict=True)]
+        devices = self._device.devices[: len(options)]
+        rails = [Rail(each.name, rail.stop, rail.reconnect) for each, rail in zip(devices, self._rails, strict=False)]
         fields = {"home": self._device.next_home(len(rails)), "limit_ns": _recovery_limit(self._device.options)}
-        if self._mail is not None and ends[1].area:
-            fields |= {"mail": self._mail.address, "mail_keys": self._mail.local_key}
-            fields |= {"peer_mail": ends[1].area, "peer_mail_keys": ends[1].rkey}
-        return RailsOptions.of(options, [each.speed for each in devices], rails, **fields)
+        mails = None
+        if self._mail is not None and theirs.area:
+            mails = Mail(self._mail.address, self._mail.local_keys), Mail(theirs.area, [end.mail_rkey for end in ends])
+        return RailsOptions.of(options, [each.speed for each in devices], rails, mails, **fields)
 
     def close(self) -> None:
         self._close()

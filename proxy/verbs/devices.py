@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
 from proxyccl.proxy.placement import NOWHERE, SYSFS, Nearness, NearnessTo, Place, nearest, numa_node_of, pci_path, read
-from proxyccl.proxy.remote_options import MTUS, RAILS, RdmaOptions
+from proxyccl.proxy.remote_options import MTUS, RdmaOptions
 from proxyccl.proxy.verbs.address import LINK_LAYERS
 from proxyccl.proxy.verbs.pyverbs_api import DEVICES, Pyverbs, load
 
@@ -285,7 +285,7 @@ def choose_devices(
     root: Path = SYSFS,
 ) -> list[DeviceChoice]:
     """Chooses one device: the nearest of the ports that the options allow; of equally near ports, the fastest. Of the
-    devices that `options.devices` names, chooses two by the same rule, in the order of their names. Several ports that
+    devices that `options.devices` names, chooses `options.rails` by the same rule, in the order of their names. Several ports that
     are equally near and fast are divided among a node's ranks (`nearest`).
 
     By default the GID is the port's `best_gid`. Options override the choice of device, port and GID.
@@ -314,7 +314,7 @@ def choose_devices(
         kinds = _listed(f"{device.name} ({port.link_layer})" for device, port in ports)
         raise ArgumentError(option, f"must have links of one kind, because InfiniBand can't reach RoCE, not {kinds}")
     chosen = []
-    for device, port in nearest(ports, distance, RAILS, local_rank):
+    for device, port in nearest(ports, distance, options.rails, local_rank):
         assert port.best_gid is not None
         index = port.best_gid.index if options.gid_index is None else options.gid_index
         chosen.append(DeviceChoice(device, port.number, index))

@@ -77,6 +77,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
         5,
     ],
     "device": ["", 3, b"rxe0", "rxe0,rxe1", "^rxe0", "rxe 0"],
+    "rails": [0, 9, 2.0, "2", None],
     "port": [0, 255, -1, 1.0, "1", True],
     "gid_index": [-1, 1 << 16, "0"],
     "mtu": [0, 255, 1500, 8192, "1024", True],
@@ -94,6 +95,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
 FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "device": ("3", "3"),
     "devices": ("mlx5_1,mlx5_0", ("mlx5_1", "mlx5_0")),
+    "rails": ("4", 4),
     "port": ("2", 2),
     "gid_index": ("0", 0),
     "mtu": ("1024", 1024),
@@ -183,7 +185,7 @@ def test_older_variables_of_one_option_are_read_if_the_list_lacks_the_option(mon
     ("text", "reason"),
     [
         ("mlx5_0", "'mlx5_0' is unknown"),
-        ("devise=mlx5_0", "'devise' is unknown; expected one of device, devices, port"),
+        ("devise=mlx5_0", "'devise' is unknown; expected one of device, devices, rails, port"),
         ("mtu=256,mtu=512", "'mtu' is listed twice"),
     ],
 )
@@ -203,7 +205,7 @@ def test_a_wrong_variable_is_named(name: str, text: str, monkeypatch: pytest.Mon
 
 
 def test_what_is_no_option_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"^depth: unknown option of RDMA; expected one of device, devices, port"):
+    with pytest.raises(ArgumentError, match=r"^depth: unknown option of RDMA; expected one of device, devices, rails, port"):
         RdmaOptions.from_environment(depth=3)
 
 
