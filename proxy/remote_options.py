@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -17,6 +17,7 @@ from proxyccl.device.environment import OLD_VARIABLES
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy._engine import lib
+from proxyccl.proxy.interface import issue_warning
 from proxyccl.proxy.placement import Place
 
 MTUS = (256, 512, 1024, 2048, 4096)
@@ -150,7 +151,8 @@ class RdmaOptions(_FromEnvironment):
             node; None for one device. Long puts and gets are divided between the rank's devices by the rates of their
             ports. The first devices of two ranks are connected with each other, the second devices, and so on, so the
             order of the names matters if the devices are on separate networks. If a device or its link fails, the other
-            devices carry all data; this needs signals by "write", and devices that support RDMA reads.
+            devices carry all data; this needs signals by "write", and devices that support RDMA reads. A device without
+            an active port when the rank opens its devices is left out with a warning, and the devices after it move up.
         rails: number of the `devices` that a rank uses, 1 to 8.
         port: number of the device's port; None for the nearest active port.
         gid_index: index of the port's GID to use; None to choose a GID of RoCE v2 with an IPv4 address if there is one.
@@ -282,3 +284,4 @@ class RemoteSetup(Struct, frozen=True):
     near: Place  # the place that the device should be near
     local_rank: int  # the rank's number on its host
     core_share: int  # cores that the rank's threads may keep busy
+    warn: Callable[[str], None] = issue_warning  # issues a warning with a text in the rank's process

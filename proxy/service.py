@@ -307,7 +307,7 @@ class ProxyService(ProxyWords):
         Raises:
             ArgumentError: `signals` is not within the control segment.
         """
-        setup = RemoteSetup(self.runtime, self.words.memory, signals, near, local_rank, core_share)
+        setup = RemoteSetup(self.runtime, self.words.memory, signals, near, local_rank, core_share, self._on_warning)
         return ServiceRemote(self.connect, setup, options)
 
     def _add_connection(self, transport: str, made: EngineConnection, peer: int | None) -> Connection:

@@ -90,8 +90,8 @@ enum {
 
 static int is_up(const RailsConnection *self, uint32_t rail) { return self->rails[rail].stage == UP; }
 
-/* Returns the number of the first rail that is up, from rail `first` on in a circle; `count` if none is up. Rails become
- * up only while none recovers, so a recovery changes to another rail only if the rail that it uses fails. */
+/* Returns the number of the first rail that is up, from rail `first` on in a circle; `count` if none is up. Rails
+ * become up only while none recovers, so a recovery changes to another rail only if the rail that it uses fails. */
 static uint32_t find_up(const RailsConnection *self, uint32_t first) {
   for (uint32_t i = 0; i < self->count; ++i)
     if (is_up(self, (first + i) % self->count)) return (first + i) % self->count;
@@ -285,8 +285,8 @@ static int is_of_link(int status) {
   return status >> 5 == PROXYCCL_VERBS_COMPLETION >> 5 && (statuses >> status % 32 & 1);
 }
 
-/* Enters a stage after a failure of a rail. Words for the peer that other rails have posted on this rail may be lost, as
- * may the answers to requests, so all are posted again. */
+/* Enters a stage after a failure of a rail. Words for the peer that other rails have posted on this rail may be lost,
+ * as may the answers to requests, so all are posted again. */
 static void enter_after_failure(RailsConnection *self, Rail *failed, int status, Stage stage) {
   ++failed->failures;
   failed->losses += failed->stage == UP;

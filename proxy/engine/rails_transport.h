@@ -28,14 +28,14 @@ typedef struct ProxycclRailsOptions {
   uint32_t count;                      /* number of rails, at most PROXYCCL_RAILS */
   const void *options[PROXYCCL_RAILS]; /* a ProxycclVerbsOptions or ProxycclFabricOptions for each rail */
   uint32_t speeds[PROXYCCL_RAILS];     /* relative, at least 1: a put is divided in proportion to the speeds */
-  uint32_t cut;            /* puts and gets of at least this many bytes are cut into one part for each rail */
-  uint64_t mail;           /* address of this rank's ProxycclRailsMail; 0 if a failed rail ends the connection */
+  uint32_t cut;  /* puts and gets of at least this many bytes are cut into one part for each rail */
+  uint64_t mail; /* address of this rank's ProxycclRailsMail; 0 if a failed rail ends the connection */
   uint64_t mail_keys[PROXYCCL_RAILS];      /* local keys of `mail` */
-  uint64_t peer_mail;      /* address of the peer's ProxycclRailsMail */
+  uint64_t peer_mail;                      /* address of the peer's ProxycclRailsMail */
   uint64_t peer_mail_keys[PROXYCCL_RAILS]; /* remote keys of `peer_mail` */
-  uint32_t home;           /* number of the rail that carries short operations and signals */
-  uint64_t limit_ns;       /* the recovery from a failure may take this long without a completion on the other rail */
-  uint32_t over_fabric;    /* 1 if the rails are connections of `fabric`; 0 if they are connections of `verbs` */
+  uint32_t home;                           /* number of the rail that carries short operations and signals */
+  uint64_t limit_ns;    /* the recovery from a failure may take this long without a completion on the other rail */
+  uint32_t over_fabric; /* 1 if the rails are connections of `fabric`; 0 if they are connections of `verbs` */
 } ProxycclRailsOptions;
 
 struct ProxycclConnection;

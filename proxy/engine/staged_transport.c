@@ -857,10 +857,10 @@ static ProxycclConnection *create_over(const ProxycclTransport *wire, const Prox
   self->words = (Words *)options->area;
   self->sending = (char *)options->area + first;
   self->receiving = (char *)options->area + second;
-  self->device_sending = (ProxycclMemory){
-      .base = (char *)options->device_area + first, .bytes = ring, .host = self->sending};
-  self->device_receiving = (ProxycclMemory){
-      .base = (char *)options->device_area + second, .bytes = ring, .host = self->receiving};
+  self->device_sending =
+      (ProxycclMemory){.base = (char *)options->device_area + first, .bytes = ring, .host = self->sending};
+  self->device_receiving =
+      (ProxycclMemory){.base = (char *)options->device_area + second, .bytes = ring, .host = self->receiving};
   int made = 1;
   for (uint32_t i = 0; i < options->wire_count && made; ++i) made = make_wire(self, i, wire, runtime, refused);
   if (made) {

@@ -274,8 +274,8 @@ def choose_offers(
     root: Path = SYSFS,
 ) -> list[FabricOffer]:
     """Returns the offers of a rank's interfaces: of the `options.interfaces`, the `options.rails` that are nearest
-    to the rank's place `near`, in the order of their names; without `interfaces`, one offer. Each is an offer of the first
-    provider, in libfabric's order, that reaches other hosts.
+    to the rank's place `near`, in the order of their names; without `interfaces`, one offer. Each is an offer of the
+    first provider, in libfabric's order, that reaches other hosts.
 
     Skips interfaces with loopback or link-local addresses, and prefers IPv4 to IPv6. If the provider's interfaces have
     no IP addresses, chooses among the interfaces that are nearest to `near`, over which `local_rank` distributes the

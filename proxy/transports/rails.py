@@ -44,8 +44,8 @@ class WatchedConnection(Struct):
     pointer: Any  # the ProxycclConnection
     stats: Any  # the ProxycclConnectionStats that show the rails to observers
     peer: int | None  # rank of the peer
-    # For each rail, at the last look: `losses` of its ProxycclRailsState, and the number of the failure after which it was
-    # last connected again.
+    # For each rail, at the last look: `losses` of its ProxycclRailsState, and the number of the failure after which it
+    # was last connected again.
     losses: list[int] = field(default_factory=lambda: [0] * lib.PROXYCCL_RAILS)
     reconnected: list[int] = field(default_factory=lambda: [0] * lib.PROXYCCL_RAILS)
 

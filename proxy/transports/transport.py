@@ -132,8 +132,8 @@ class RailsOptions(Struct, frozen=True):
         mails: tuple[Mail, Mail] | None = None,
         **fields: int,
     ) -> RailsOptions:
-        """Makes options. `mails` are this rank's and the peer's memory for reports of failed rails; None if a failed rail
-        ends the connection. `fields` are other fields of ProxycclRailsOptions.
+        """Makes options. `mails` are this rank's and the peer's memory for reports of failed rails; None if a failed
+        rail ends the connection. `fields` are other fields of ProxycclRailsOptions.
         """
         native = fill(ffi.new("ProxycclRailsOptions *"), **{"count": len(options), "cut": _CUT, **fields})
         for i, (each, speed) in enumerate(zip(options, speeds, strict=True)):

@@ -103,7 +103,9 @@ class _Endpoint:
                 self._mail = device.registrations.register(mail.host_ptr, mail.nbytes)
                 undo.callback(device.registrations.release, self._mail)
             self._close = undo.pop_all().close
-        area, mail_keys = (self._mail.address, self._mail.keys) if self._mail is not None else (0, (0,) * len(self._rails))
+        area, mail_keys = (
+            (self._mail.address, self._mail.keys) if self._mail is not None else (0, (0,) * len(self._rails))
+        )
         links = zip(self._rails, registration.keys, mail_keys, strict=True)
         first, *more = [EndpointWire(rail.address, key, area, mail_key) for rail, key, mail_key in links]
         self.info = EndpointInfo(

@@ -123,7 +123,8 @@ class VerbsContext(RemoteDevice):
         self.options = options
         self.devices: list[VerbsDevice] = []
         with contextlib.ExitStack() as undo:
-            for choice in choose_devices(rdma_devices(), options, setup.near, local_rank=setup.local_rank):
+            place = {"local_rank": setup.local_rank, "warn": setup.warn}
+            for choice in choose_devices(rdma_devices(), options, setup.near, **place):
                 self.devices.append(VerbsDevice(choice, options))
                 undo.callback(self.devices[-1].close)
             self.registrations_by_rail = [Registrations(device) for device in self.devices]

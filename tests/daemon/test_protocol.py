@@ -243,7 +243,10 @@ def test_a_request_that_makes_no_sense_ends_its_client(daemon: RunningDaemon, re
             {"do": "add_remote_memory", "address": 1 << 64, "nbytes": 1, "keys": []},
             "address: expected an integer of at most",
         ),
-        ({"do": "add_memory", "keys": [], "handle": "@", "nbytes": 1}, "handle: Invalid base64 encoded string, got '@'"),
+        (
+            {"do": "add_memory", "keys": [], "handle": "@", "nbytes": 1},
+            "handle: Invalid base64 encoded string, got '@'",
+        ),
         (opening(shared_offset=OFFSET + 8), "options.shared_offset: expected int that's a multiple of 128, got "),
         ({"do": "connect_copy", "peer": "x" * 1000}, "peer: expected int | null, got '" + 99 * "x" + "…"),
     ],

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from proxyccl import ArgumentError, FabricOptions, RuntimeUnavailableError
+from proxyccl import ArgumentError, FabricOptions
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy import _engine

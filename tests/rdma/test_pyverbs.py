@@ -205,7 +205,9 @@ def test_a_wrong_variable_is_named(name: str, text: str, monkeypatch: pytest.Mon
 
 
 def test_what_is_no_option_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"^depth: unknown option of RDMA; expected one of device, devices, rails, port"):
+    with pytest.raises(
+        ArgumentError, match=r"^depth: unknown option of RDMA; expected one of device, devices, rails, port"
+    ):
         RdmaOptions.from_environment(depth=3)
 
 

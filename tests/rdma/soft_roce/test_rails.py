@@ -129,7 +129,9 @@ def all_are_used(rails: int = 2) -> Callable[[], bool]:
 
     def are_used() -> bool:
         before, sent[:] = sent.copy(), counts()
-        return min(now - then for now, then in zip(sent, before, strict=True)) > CheckedGather.NBYTES // 4096 // (rails + 1)
+        return min(now - then for now, then in zip(sent, before, strict=True)) > CheckedGather.NBYTES // 4096 // (
+            rails + 1
+        )
 
     return are_used
 
