@@ -85,6 +85,7 @@ class EndpointWire(Message, frozen=True):
     rkey: Uint64
     area: Uint64
     mail_rkey: Uint64 = 0
+    spare: bytes = b""
 
 
 class EndpointInfo(Message, frozen=True):
@@ -101,6 +102,9 @@ class EndpointInfo(Message, frozen=True):
     # ranks offer.
     more: tuple[EndpointWire, ...] = ()
     mail_rkey: Uint64 = 0  # with several adapters, remote key of `area`
+    # If data is staged over several adapters: address of the endpoint, on the next adapter, that serves this link after
+    # a failure of this adapter.
+    spare: bytes = b""
 
     def wires(self) -> list[EndpointInfo]:
         """Returns one `EndpointInfo` for each link of the connection."""

@@ -327,11 +327,11 @@ class ProxyService(ProxyWords):
                     self._wires.add(made.wires)
                 lib.proxyccl_worker_add_connection(self._workers[worker].pointer, made.pointer)  # has room
                 stats = self._observed.worker(worker).connections[number]
-                stats.rails_up = made.rails
+                stats.rails = stats.rails_up = made.rails
                 if made.watched:
                     status_text = find_transport(transport).status_text
                     self._rails = self._rails or RailWatch(status_text, self._on_warning, self._name)
-                    self._rails.add(WatchedConnection(made.watched, made.pointer, stats, peer))
+                    self._rails.add(WatchedConnection(made.watched, stats, peer))
                 self._connections.append(connection)
                 self.engine_connections.append(made)
         except ProxyCCLError:

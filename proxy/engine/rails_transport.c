@@ -46,7 +46,7 @@ typedef struct {
   uint32_t losses;   /* number of failures before which the rail was in use */
   uint64_t failures; /* number of failures so far */
   uint64_t turn;     /* number of the last failure among the failures of all rails */
-  int told;          /* in the stages JOINING, LEAVING and WAITING: whether the peer is told */
+  int told;          /* whether the peer has been told of the stage, by a rail that has not failed since */
   uint64_t next;     /* in the stages READING and MOVING: number of the rail's next part */
   uint64_t asked;    /* in the stages READING and TRYING: the value that `finished` gets; 0 until all is requested */
   uint64_t finished; /* the value of the last flush of requests for a recovery or a trial on this rail */
@@ -169,12 +169,12 @@ static int send(Rail *rail, uint32_t number, const Operation *operation) {
   return transport->get(rail->wire, &dst, 0, &src, 0, operation->bytes);
 }
 
-/* Writes a word of the peer's ProxycclRailsMail. */
-static int write_mail(RailsConnection *self, uint32_t by, uint64_t offset, uint64_t value) {
+/* Writes a rail's word of an array in the peer's ProxycclRailsMail, over rail `by`. */
+static int write_mail(RailsConnection *self, uint32_t by, size_t words, uint32_t rail, uint64_t value) {
   const Operation word = {.kind = VALUE,
                           .value = value,
                           .bytes = sizeof value,
-                          .destination = self->options.peer_mail + offset,
+                          .destination = self->options.peer_mail + words + rail * sizeof value,
                           .destination_key = (uintptr_t)self->options.peer_mail_keys};
   return send(&self->rails[by], by, &word);
 }
@@ -184,7 +184,7 @@ static int count(RailsConnection *self, uint32_t number) {
   Rail *rail = &self->rails[number];
   if (rail->counted == rail->last || self->mail == NULL) return 0;
   rail->counted = rail->last;
-  return write_mail(self, number, offsetof(ProxycclRailsMail, executed) + number * sizeof(uint64_t), rail->last);
+  return write_mail(self, number, offsetof(ProxycclRailsMail, executed), number, rail->last);
 }
 
 /* Posts an operation as a part on a rail that has room. A peer that sees a value may overwrite the data of earlier
@@ -308,10 +308,10 @@ static int begin_recovery(RailsConnection *self, uint32_t rail, int status, Stag
   return 0;
 }
 
-/* Tells the peer the state of this rank's queue pair of a rail that is not up: in the stage JOINING that it is
- * connected, otherwise that it is in its error state. The peer may execute a word late that was posted on a rail that
- * has failed since. So a rail joins only when no rail recovers: then the peer's queue pairs of all failed rails have
- * stopped, and no word of an earlier failure can replace a word of a later one. */
+/* Tells the peer that this rank's queue pair of a rail that is not up has been in its error state, and in the stage
+ * JOINING that it is connected again. The peer may execute a word late that was posted on a rail that has failed since.
+ * So a rail joins only when no rail recovers: then the peer's queue pairs of all failed rails have stopped, and no word
+ * of an earlier failure can replace a word of a later one. */
 static int tell(RailsConnection *self, uint32_t number) {
   Rail *rail = &self->rails[number];
   const uint32_t by = find_up(self, 0);
@@ -319,8 +319,9 @@ static int tell(RailsConnection *self, uint32_t number) {
   if (rail->stage == JOINING && self->recovers) return 0;
   if (self->rails[by].wire->transport->ready(self->rails[by].wire) == 0) return 0;
   rail->told = 1;
-  const size_t word = rail->stage == JOINING ? offsetof(ProxycclRailsMail, up) : offsetof(ProxycclRailsMail, down);
-  return write_mail(self, by, word + number * sizeof(uint64_t), rail->failures);
+  const int status = write_mail(self, by, offsetof(ProxycclRailsMail, down), number, rail->failures);
+  if (status != 0 || rail->stage != JOINING) return status;
+  return write_mail(self, by, offsetof(ProxycclRailsMail, up), number, rail->failures);
 }
 
 /* Flushes requests on a rail. The rail's word `finished` gets the value `asked` when they are complete. */
@@ -437,8 +438,7 @@ static int renew(const RailsConnection *self, Rail *failed) {
 static int try(RailsConnection *self, uint32_t number) {
   Rail *rail = &self->rails[number];
   enter(self, rail, TRYING);
-  const int status =
-      write_mail(self, number, offsetof(ProxycclRailsMail, up) + number * sizeof(uint64_t), rail->failures);
+  const int status = write_mail(self, number, offsetof(ProxycclRailsMail, up), number, rail->failures);
   return status == 0 ? ask(self, rail, &rail->asked) : status;
 }
 

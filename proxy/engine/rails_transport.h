@@ -34,7 +34,7 @@ typedef struct ProxycclRailsOptions {
   uint64_t peer_mail;                      /* address of the peer's ProxycclRailsMail */
   uint64_t peer_mail_keys[PROXYCCL_RAILS]; /* remote keys of `peer_mail` */
   uint32_t home;                           /* number of the rail that carries short operations and signals */
-  uint64_t limit_ns;    /* the recovery from a failure may take this long without a completion on the other rail */
+  uint64_t limit_ns;    /* the recovery from a failure may take this long without a completion on another rail */
   uint32_t over_fabric; /* 1 if the rails are connections of `fabric`; 0 if they are connections of `verbs` */
 } ProxycclRailsOptions;
 

@@ -505,9 +505,13 @@ static int post(Wire *wire, uint32_t *progress) {
     const uint64_t bytes = sizeof(Header) + (header->flags & FILLS ? 0 : header->bytes);
     const ProxycclStagedWire *keys = &self->options.wires[wire->number];
     const PeerArea theirs = peer_area(self, wire);
-    const ProxycclMemory sending = {.base = self->sending, .bytes = self->options.ring_bytes, .key = keys->area_key};
-    const ProxycclMemory receiving = {
-        .base = theirs.receiving, .bytes = self->options.ring_bytes, .key = keys->peer_area_key, .remote_only = 1};
+    const ProxycclMemory sending = {
+        .base = self->sending, .bytes = self->options.ring_bytes, .key = keys->area_keys[0], .keys = keys->area_keys};
+    const ProxycclMemory receiving = {.base = theirs.receiving,
+                                      .bytes = self->options.ring_bytes,
+                                      .key = keys->peer_area_keys[0],
+                                      .keys = keys->peer_area_keys,
+                                      .remote_only = 1};
     int status = transport->put(link, &receiving, place, &sending, place, bytes);
     const uint64_t arrived = wire->posted;
     counter_set(&wire->posted, arrived + 1);
@@ -810,6 +814,10 @@ ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *base, uint32_t numb
   return &self_of(base)->wires[number].base;
 }
 
+ProxycclConnection *proxyccl_staged_link(ProxycclConnection *base, uint32_t number) {
+  return self_of(base)->wires[number].link;
+}
+
 void proxyccl_staged_wire_set_thread(ProxycclConnection *base, ProxycclWireThread *thread) {
   Wire *wire = (Wire *)base;
   wire->thread = thread != NULL ? thread : &wire->own;
@@ -847,6 +855,7 @@ static ProxycclConnection *create_over(const ProxycclTransport *wire, const Prox
                                        const ProxycclStagedOptions *options, const ProxycclRuntimeTable *runtime,
                                        const char **refused) {
   if ((*refused = staged_refused(options)) != NULL) return NULL;
+  if (options->over_rails) wire = &proxyccl_rails_transport;
   const uint64_t ring = options->ring_bytes, first = sizeof(Words), second = first + ring;
   StagedConnection *self = calloc(1, sizeof *self);
   if (self == NULL) return NULL;

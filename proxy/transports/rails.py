@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from proxyccl.proxy import _engine
 
@@ -37,17 +37,35 @@ class Rail(Struct, frozen=True):
     reconnect: Callable[[int], bool]
 
 
-class WatchedConnection(Struct):
-    """A connection over rails, whose `pointer` and `stats` must stay valid until `RailWatch.close` returns True."""
+class WatchedRail(Struct):
+    """A rail of a connection of the transport `rails`, which must stay valid until `RailWatch.close` returns True."""
 
-    rails: Sequence[Rail]
+    rail: Rail
     pointer: Any  # the ProxycclConnection
-    stats: Any  # the ProxycclConnectionStats that show the rails to observers
+    number: int  # the rail's number in the connection
+    losses: int = 0  # of the ProxycclRailsState at the last look
+    reconnected: int = 0  # number of the failure after which the rail was last connected again
+
+    def state(self) -> Any:
+        """Returns the rail's ProxycclRailsState."""
+        state = ffi.new("ProxycclRailsState *")
+        lib.proxyccl_rails_state(self.pointer, self.number, state)
+        return state
+
+
+def watched_rails(connections: Iterable[tuple[Any, Sequence[Rail]]]) -> tuple[WatchedRail, ...]:
+    """Returns the rails of connections of the transport `rails`, given the connections and each one's rails."""
+    return tuple(
+        WatchedRail(rail, pointer, number) for pointer, rails in connections for number, rail in enumerate(rails)
+    )
+
+
+class WatchedConnection(Struct):
+    """The rails of a connection to a peer."""
+
+    rails: Sequence[WatchedRail]
+    stats: Any  # the ProxycclConnectionStats that show the rails to observers; valid as long as the rails
     peer: int | None  # rank of the peer
-    # For each rail, at the last look: `losses` of its ProxycclRailsState, and the number of the failure after which it
-    # was last connected again.
-    losses: list[int] = field(default_factory=lambda: [0] * lib.PROXYCCL_RAILS)
-    reconnected: list[int] = field(default_factory=lambda: [0] * lib.PROXYCCL_RAILS)
 
 
 class RailWatch:
@@ -84,42 +102,35 @@ class RailWatch:
         while not self._stop.wait(self.PERIOD):
             # Recoveries wait for `stop`, and one attempt to connect may take a second. So all connections are looked at
             # before the first attempt, and again when attempts have taken one period.
-            free = [(each, rail) for each in tuple(self._watched) for rail in self._look(each)]
+            free = [rail for each in tuple(self._watched) for rail in self._look(each)]
             until = time.monotonic() + self.PERIOD
             for _ in free:
                 turn += 1
-                self._reconnect(*free[turn % len(free)])
+                self._reconnect(free[turn % len(free)])
                 if time.monotonic() > until or self._stop.is_set():
                     break
 
-    def _state(self, each: WatchedConnection, rail: int) -> Any:
-        state = ffi.new("ProxycclRailsState *")
-        lib.proxyccl_rails_state(each.pointer, rail, state)
-        return state
-
-    def _look(self, each: WatchedConnection) -> list[int]:
+    def _look(self, connection: WatchedConnection) -> list[WatchedRail]:
         """Stops the queue pairs of failed rails if the engine asks. Returns the rails that may be connected again."""
-        states = [self._state(each, rail) for rail in range(len(each.rails))]
-        up = [rail.adapter for rail, state in zip(each.rails, states, strict=True) if not state.is_down]
-        each.stats.rails_up = len(up)
-        for number, (rail, state) in enumerate(zip(each.rails, states, strict=True)):
-            if state.is_stopping and rail.stop():
-                lib.proxyccl_rails_stopped(each.pointer, number, state.failures)
-            if state.is_down and state.losses != each.losses[number]:
+        states = [(each, each.state()) for each in connection.rails]
+        stats = connection.stats
+        down = {each.rail.adapter for each, state in states if state.is_down}
+        stats.rails_up = len({each.rail.adapter for each in connection.rails} - down)
+        for each, state in states:
+            if state.is_stopping and each.rail.stop():
+                lib.proxyccl_rails_stopped(each.pointer, each.number, state.failures)
+            if state.is_down and state.losses != each.losses:
                 # At most one more, because a rail is connected again only after a look.
-                each.losses[number] = state.losses
-                each.stats.rail_failures += 1
-                text = f"the adapter {rail.adapter} no longer reaches rank {each.peer} "
-                text += f"({self._status_text(state.status)}); all data goes by {' and '.join(up)} "
-                self._warn(text + f"(failure {each.stats.rail_failures} of the connection)")
-        return [
-            number
-            for number, state in enumerate(states)
-            if state.is_free and each.reconnected[number] != state.failures
-        ]
+                each.losses = state.losses
+                stats.rail_failures += 1
+                others = [o.rail.adapter for o, s in states if o.pointer == each.pointer and not s.is_down]
+                text = f"the adapter {each.rail.adapter} no longer reaches rank {connection.peer} "
+                text += f"({self._status_text(state.status)}); all data goes by {' and '.join(others)} "
+                self._warn(text + f"(failure {stats.rail_failures} of the connection)")
+        return [each for each, state in states if state.is_free and each.reconnected != state.failures]
 
-    def _reconnect(self, each: WatchedConnection, rail: int) -> None:
-        state = self._state(each, rail)
-        if state.is_free and each.rails[rail].reconnect(state.failures):
-            each.reconnected[rail] = state.failures
-            lib.proxyccl_rails_reconnected(each.pointer, rail, state.failures)
+    def _reconnect(self, each: WatchedRail) -> None:
+        state = each.state()
+        if state.is_free and each.rail.reconnect(state.failures):
+            each.reconnected = state.failures
+            lib.proxyccl_rails_reconnected(each.pointer, each.number, state.failures)

@@ -20,7 +20,7 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import EndpointInfo
 from proxyccl.proxy.registrations import RemoteDevice
 from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
-from proxyccl.proxy.transports.rails import Mail, Rail
+from proxyccl.proxy.transports.rails import Mail, Rail, WatchedRail, watched_rails
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -79,7 +79,7 @@ class EngineConnection(Struct, frozen=True):
     wires: tuple[tuple[int, Any], ...] = ()
     ends: int = 0  # the number of this rank's endpoints for wires; wire numbers are below `ends`
     rails: int = 0  # the number of the connection's rails; 0 for a connection without rails
-    watched: tuple[Rail, ...] = ()  # the rails that can be connected again after a failure
+    watched: tuple[WatchedRail, ...] = ()  # the rails that can be connected again after a failure
 
 
 def create(engine: EngineRuntime, transport: str, native_options: Any, *parts: Any, needs: str = "") -> Any:
@@ -151,11 +151,9 @@ def connect(engine: EngineRuntime, transport: str, options: Any, needs: str) -> 
     the errors are those of `create`.
     """
     if isinstance(options, RailsOptions):
-        return EngineConnection(
-            create(engine, "rails", options.native, *options.options, needs=needs),
-            rails=len(options.options),
-            watched=options.rails,
-        )
+        pointer = create(engine, "rails", options.native, *options.options, needs=needs)
+        watched = watched_rails([(pointer, options.rails)])
+        return EngineConnection(pointer, rails=len(options.options), watched=watched)
     return EngineConnection(create(engine, transport, options, needs=needs))
 
 

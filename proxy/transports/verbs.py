@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from proxyccl.proxy import _engine
@@ -92,6 +92,7 @@ class _Endpoint:
         self._device, segment = device, device.setup.segment
         registration = device.registrations.register(segment.host_ptr, segment.nbytes)
         self._mail: Registration | None = None
+        area, mail_keys = 0, (0,) * len(device.devices)
         with contextlib.ExitStack() as undo:
             self._rails = []
             for each in device.devices:
@@ -102,10 +103,8 @@ class _Endpoint:
                 undo.callback(mail.close)
                 self._mail = device.registrations.register(mail.host_ptr, mail.nbytes)
                 undo.callback(device.registrations.release, self._mail)
+                area, mail_keys = self._mail.address, self._mail.keys
             self._close = undo.pop_all().close
-        area, mail_keys = (
-            (self._mail.address, self._mail.keys) if self._mail is not None else (0, (0,) * len(self._rails))
-        )
         links = zip(self._rails, registration.keys, mail_keys, strict=True)
         first, *more = [EndpointWire(rail.address, key, area, mail_key) for rail, key, mail_key in links]
         self.info = EndpointInfo(
@@ -162,17 +161,29 @@ def _make_wire(device: VerbsDevice, number: int) -> Wire:
         endpoint.connect(theirs.endpoint, timeout, given_up)
         return endpoint.engine_options(theirs.rkey)
 
-    return Wire(endpoint.address, number, connect, endpoint.close)
+    rail = Rail(device.name, endpoint.stop, endpoint.reconnect) if endpoint.signal == "write" and device.reads else None
+    return Wire(endpoint.address, number, connect, endpoint.close, rail)
+
+
+def _make_wires(devices: Sequence[VerbsDevice]) -> list[Wire]:
+    """Makes a wire on each device. With several devices that can recover from failures, also makes a second wire on the
+    device that follows each.
+    """
+    wires = [_make_wire(each, number) for number, each in enumerate(devices)]
+    if len(devices) > 1 and all(wire.rail is not None for wire in wires):
+        wires += [_make_wire(devices[(number + 1) % len(devices)], number) for number in range(len(devices))]
+    return wires
 
 
 def _make_staged_endpoint(device: VerbsContext) -> StagedEndpoint:
     return StagedEndpoint(
         device,
         device.registrations_by_rail,
-        lambda: [_make_wire(each, number) for number, each in enumerate(device.devices)],
+        lambda: _make_wires(device.devices),
         ring_bytes=device.options.staging_bytes,
         chunk_bytes=device.options.staging_chunk,
         credits_tell=False,
+        limit_ns=_recovery_limit(device.options),
     )
 
 

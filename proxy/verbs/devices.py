@@ -313,14 +313,15 @@ def choose_devices(
         device, port = placed
         return nearness(device.pci_path, device.numa_node), -port.rate
 
-    option, names = ("devices", options.devices) if options.devices else ("device", (options.device,))
-    usable = {device.name for device, port in active_ports(devices) if options.port in (None, port.number)}
-    left_out = [device for device in devices if device.name in names and device.name not in usable]
-    if 0 < len(left_out) < len(names):
-        names = tuple(name for name in names if all(name != device.name for device in left_out))
-        warn(
-            f"the option devices names RDMA devices that are left out, because they can't be used: {_states(left_out)}"
-        )
+    option, names = "device", [options.device]
+    if options.devices is not None:
+        usable = {device.name for device, port in active_ports(devices) if options.port in (None, port.number)}
+        left_out = [each for each in devices if each.name in options.devices and each.name not in usable]
+        option, names = "devices", [*options.devices]
+        if 0 < len(left_out) < len(names):
+            names = [name for name in options.devices if all(name != each.name for each in left_out)]
+            states = _states(left_out)
+            warn(f"the option devices names RDMA devices that are left out, because they can't be used: {states}")
     ports = [nearest(_usable_ports(devices, options, option, name), distance, 1, local_rank)[0] for name in names]
     if len({port.link_layer for _, port in ports}) > 1:
         kinds = _listed(f"{device.name} ({port.link_layer})" for device, port in ports)

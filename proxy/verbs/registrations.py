@@ -123,8 +123,8 @@ class VerbsContext(RemoteDevice):
         self.options = options
         self.devices: list[VerbsDevice] = []
         with contextlib.ExitStack() as undo:
-            place = {"local_rank": setup.local_rank, "warn": setup.warn}
-            for choice in choose_devices(rdma_devices(), options, setup.near, **place):
+            devices, rank = rdma_devices(), setup.local_rank
+            for choice in choose_devices(devices, options, setup.near, local_rank=rank, warn=setup.warn):
                 self.devices.append(VerbsDevice(choice, options))
                 undo.callback(self.devices[-1].close)
             self.registrations_by_rail = [Registrations(device) for device in self.devices]

@@ -946,7 +946,7 @@ def test_a_connection_knows_what_it_is() -> None:
         ("area", {"area": 8}),
         ("device_area", {"device_area": 0}),
         ("wires", {"wires": 0}),
-        ("area_key", {"area_key": -1}),
+        ("area_keys", {"area_keys": [-1]}),
         ("peer_area", {"peer_area": None}),
         ("ring_bytes", {"ring_bytes": 64}),
         ("ring_bytes", {"ring_bytes": 1000}),

@@ -822,6 +822,8 @@ def test_each_adapter_of_a_staged_connection_has_a_thread_of_its_own(two_rails: 
     own, peer = make_endpoint(two_rails), make_endpoint(two_rails)
     options = own.connect(peer.info, 1, lambda: False)
     assert ([wire.number for wire in options.wires], options.ends) == ([0, 1], 2)
+    rails = [[rail.adapter for rail in wire.options.rails] for wire in options.wires]
+    assert rails == [["rxe0", "rxe2"], ["rxe2", "rxe0"]], "the other adapter takes over"
     own.close()
     peer.close()
 

@@ -524,7 +524,7 @@ def test_a_put_of_nothing_makes_no_request() -> None:
 
 
 @needs_transport
-@pytest.mark.parametrize("speeds", [(1,), (1, 2)], ids=["one rail", "two rails"])
+@pytest.mark.parametrize("speeds", [(1,), (1, 2), (2, 1, 3)], ids=["one rail", "two rails", "three rails"])
 @pytest.mark.parametrize("seed", range(8))
 def test_everything_happens_as_if_one_after_another(seed: int, speeds: tuple[int, ...]) -> None:
     """Pushes random triggers on three channels, with overlapping puts and gets, over devices that execute them late."""

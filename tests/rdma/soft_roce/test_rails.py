@@ -137,10 +137,17 @@ def all_are_used(rails: int = 2) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "cuts"),
-    [(0, 2), *(pytest.param(seed, 10, marks=pytest.mark.full) for seed in range(1, 11))],
+    ("transport", "seed", "cuts"),
+    [
+        ("verbs", 0, 2),
+        ("staged", 0, 2),
+        *(pytest.param("verbs", seed, 10, marks=pytest.mark.full) for seed in range(1, 11)),
+        *(pytest.param("staged", seed, 10, marks=pytest.mark.full) for seed in range(1, 3)),
+    ],
 )
-def test_transfers_go_on_by_the_other_wire_until_a_wire_is_back(wire: Wire, second: Wire, seed: int, cuts: int) -> None:
+def test_transfers_go_on_by_the_other_wire_until_a_wire_is_back(
+    wire: Wire, second: Wire, transport: str, seed: int, cuts: int
+) -> None:
     """A signal that came too early or twice would let a later call read old bytes. Sometimes the ports of the wire are
     down, and sometimes the wire is cut again before it is used again.
     """
@@ -165,7 +172,8 @@ def test_transfers_go_on_by_the_other_wire_until_a_wire_is_back(wire: Wire, seco
         return slowest
 
     # The emulated adapters report failures late if the machine is busy.
-    with two_ranks(retry_count=3, timeout=15) as ranks, warnings.catch_warnings(record=True) as caught:
+    options = {"retry_count": 3, "timeout": 15, "staging_chunk": 32 << 10}
+    with two_ranks(transport, **options) as ranks, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         print(f"slowest call: {max(ranks.run(body)):.2f} s")
     told = [text for warning in caught if "no longer reaches" in (text := str(warning.message))]

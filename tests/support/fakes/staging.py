@@ -131,7 +131,7 @@ class End(OwnTriggers):
             wrong: changed fields in the connection's options, or in its first `StagedWire`.
         """
         named = [
-            StagedWire(wire.options(), wire.area_key, other.area.host_ptr, wire.peer_key, number)
+            StagedWire(wire.options(), [wire.area_key], other.area.host_ptr, [wire.peer_key], number)
             for number, wire in enumerate(self.wires)
         ]
         of_wire = {name: wrong.pop(name) for name in [*wrong] if hasattr(named[0], name)}
