@@ -25,7 +25,7 @@ _CALLS, _ROUNDS = 10, 5
 
 def _open(rank: int, bootstrap: ThreadBootstrap, devices: list[str]) -> Communicator:
     # The time-out is long, because packets wait in the queue of a link whose rate is limited.
-    names = {"device": devices[0]} if len(devices) == 1 else {"devices": devices}
+    names = {"device": devices[0]} if len(devices) == 1 else {"devices": devices, "rails": len(devices)}
     rdma = RdmaOptions(**names, timeout=18)
     return Communicator(bootstrap, rdma=rdma, local_world_size=1, transport={(0, 1): "verbs"}, timeout=120)
 

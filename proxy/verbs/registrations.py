@@ -104,7 +104,7 @@ class Registrations(RegistrationCache):
 
 
 class VerbsContext(RemoteDevice):
-    """A rank's opened RDMA devices: one, or two of those that `RdmaOptions.devices` names. Each context has its own
+    """A rank's opened RDMA devices: one, or several of those that `RdmaOptions.devices` names. Each context has its own
     protection domains, so a device refuses the keys of other contexts.
 
     Attributes:
