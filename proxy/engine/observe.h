@@ -10,7 +10,7 @@
 #include "proxyccl/trigger.h"
 
 enum {
-  PROXYCCL_OBSERVE_FORMAT = 5, /* version of this layout; observers that were built for another version refuse to read
+  PROXYCCL_OBSERVE_FORMAT = 6, /* version of this layout; observers that were built for another version refuse to read
                                   it */
   PROXYCCL_MAX_CONNECTIONS = 1024,
   PROXYCCL_TRACE_RECORDS = 1 << 16, /* number of records kept per worker */

@@ -46,7 +46,8 @@ struct ProxycclService {
                        schedule-end */
   Schedule *schedules[PROXYCCL_MAX_SCHEDULES];
   ProxycclMemory memories[PROXYCCL_MEMORY_IDS];
-  uint64_t keys[PROXYCCL_MAX_MEMORIES][PROXYCCL_RAILS]; /* the memories' keys */
+  /* The memories' keys. Operations of `rails` hold addresses of rows. */
+  uint64_t keys[PROXYCCL_MAX_MEMORIES][PROXYCCL_RAILS];
   Channel channels[PROXYCCL_MAX_CHANNELS];
 };
 
