@@ -242,7 +242,7 @@ def main() -> int:
             "hidden": parsed.hidden,
             "topk": parsed.topk,
             "experts": parsed.experts,
-            "method": f"CUDA-graph replay, fixed maximum, median of {parsed.repeats}, maximum over ranks",
+            "method": f"CUDA-graph replay, outputs of a fixed size, median of {parsed.repeats}, maximum over ranks",
         }
         return job.finish(parsed, rows, skipped, results)
 

@@ -513,7 +513,7 @@ def main() -> int:
     os.environ["PROXYCCL_RUNTIME"] = runtime
     print(f"# ProxyCCL {versions().get('proxyccl', '')}: programs, {parsed.ranks} ranks, {runtime}")
     print(f"# {machine()['cpu']}, {machine()['cores']} cores, load {machine()['load']}\n#", flush=True)
-    method = "contenders in turns; median, of the slowest rank"
+    method = "the contenders alternate; a value is the median over turns, on the slowest rank"
     collected = Collected(parsed.json, {"runtime": runtime, "world_size": parsed.ranks, "method": method})
     end = time.monotonic() + parsed.seconds
     parts = parsed.parts or [*PARTS, *FAMILIES]

@@ -350,7 +350,7 @@ def main() -> int:
             "device": f"{names[0]} to {names[1]}",
             "devices": short.describe(),
             "peers": {"perftest": perftest.version()} if perftest else {},
-            "method": "in turns in one process; medians over the rounds, ratios within a round",
+            "method": "the writers alternate in one process; medians over the rounds, ratios within a round",
             "note": _SOFT_ROCE if names[0].startswith("rxe") else "",
             "depth": {"short": parsed.short_depth, "long": parsed.long_depth},
             "rate": rate.rows(),

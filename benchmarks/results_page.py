@@ -24,18 +24,33 @@ Key = tuple[str, int, str, tuple[str, ...]]
 _INTRODUCTION = """\
 # Results
 
-This page shows what ProxyCCL's benchmarks measured, on which machine and against which peers. ProxyCCL and its peers
-take turns in one run. Compare the ratios, because a time holds only for its machine
-([how it is measured](../README.md#how-it-is-measured)). `make bench-page` makes this page from the JSON files in the
-same folder.
+This page shows what ProxyCCL's benchmarks measured, on which machine, and in comparison with which other libraries (the
+*peers*). ProxyCCL and its peers alternate in one run. Compare ratios rather than times, because times depend on the
+machine ([how it is measured](../README.md#how-it-is-measured)). `make bench-page` makes this page from the JSON files
+in the same folder.
 
-- *ours*: ProxyCCL. Entries without this mark are peers or bare loops. *auto*: ProxyCCL chooses the algorithm.
+- *ours*: ProxyCCL. Entries without this mark are peers, or loops in C that do only the measured work (*bare loops*).
+- *auto*: ProxyCCL chooses the algorithm. *registered*: the same, with arrays that all ranks have registered.
+- *proxy*: the CPU thread that takes triggers out of a ring and moves data. The algorithm `proxy` moves all data by it.
 - *limit*: the best that the machine allows, measured earlier on H200 GPUs. *aim*: our goal, set for these GPUs
   (`benchmarks/aims.py`).
-- *busbw*: bus bandwidth as nccl-tests defines it: the rate of a link, comparable between numbers of ranks.
-- *proxy*: the CPU thread that takes triggers out of a ring and moves data. As an algorithm: the proxy moves all data.
-- *host runtime*: the CPU emulates the kernels. Ratios show how ring and proxy behave; they say nothing about a GPU.
+- *busbw*: bus bandwidth as nccl-tests defines it: the rate of a link, which can be compared between numbers of ranks.
+- *multiprocessors*: the number that a call occupies, which is the number of blocks of its largest kernel, or of the
+  device's multiprocessors if that is smaller; 0 if only copy engines and the CPU move the data.
+- *host runtime*: the CPU emulates the kernels. The ratios show how ring and proxy behave, but not how fast a GPU is.
+- *rehearsed nodes*: groups of ranks on one machine that exchange data only as ranks of different nodes do.
 - The fastest entry of a row is bold. `-` means not measured or not possible; a reason follows where one is known.
+
+The tables of programs have these columns:
+
+- *CPU's share*: the part of the time in which the CPU issued work. If it is near 1, a faster GPU does not make the
+  program faster. For calls after a rest, this column has the share of a core that an idle proxy takes.
+- *late*: the time of the slowest of steps 2 to 10, divided by the median. *CPU*: the CPU time of a step, including the
+  CPU time of the proxies' process.
+- *value / ours*: below 1 for a time, or above 1 for tokens per second, ProxyCCL with its defaults is slower.
+- *by*: the library and its setting. *nothing*: a process group that does nothing. *default*, *efficiency*:
+  `PROXYCCL_CTA_POLICY`. *unlent*: peers do not map memory of torch. *gather-by-proxy*, *scatter-by-proxy*: the proxies
+  carry out long all_gathers or reduce_scatters.
 """
 
 

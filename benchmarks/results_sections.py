@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +86,12 @@ def origin(result: Result) -> list[str]:
 
 _OF_STEPS = {"late": "late", "cpu_ms": "CPU, ms"}
 """Columns of programs that others wrote: the fields of a value, and the columns' titles."""
+_Ratios = dict[tuple[str, str], float]
+"""Our value divided by the peer's, by program and variant."""
+_LISTED_PROGRAMS = 8
+"""The most programs whose ratios a summary lists one by one."""
+_SLOWER = 1.03
+"""The ratio of our time to another from which the page names a program."""
 
 
 def _program_cells(row: Result, of_steps: Iterable[str]) -> list[list[str]]:
@@ -106,36 +114,62 @@ def programs_section(result: Result) -> Section:
     of_steps = {key: title for key, title in _OF_STEPS.items() if all(key in v for row in rows for v in row["values"])}
     lines = [
         *origin(result),
-        "*CPU's share*: the part of the time in which the CPU issued the work. Near 1, a faster GPU gains nothing. For "
-        "calls after a rest, the share of a core that an idle proxy takes. *late*: the slowest of steps 2 to 10, over "
-        "the median step. *CPU*: the CPU time of a step, including that of the proxies' process. *over ours*: the "
-        "contender's value, divided by ours. A ratio below 1 for a time, or above 1 for tokens a second, means that "
-        "ours is slower.",
-        "",
         *table(
-            ["program", "figure", "by", "value", "CPU's share", *of_steps.values(), "over ours"],
+            ["program", "figure", "by", "value", "CPU's share", *of_steps.values(), "value / ours"],
             [cells for row in rows for cells in _program_cells(row, of_steps)],
         ),
         *(f"- Not measured: {part}, {reason}." for part, reason in result["failed"].items()),
         *([""] if result["failed"] else []),
     ]
-    steps, trainings, slower = [], [], []
+    ratios: dict[str, _Ratios] = {}
+    peers = []
+    slower = []
     for row in rows:
         peer = next((value for value in row["values"] if not value["ours"]), None)
         ours = row["values"][0]["value"]
-        if peer and ours and row["figure"] in ("a step", "training, eager", "training, captured"):
-            ratio, mode = ours / peer["value"], row["figure"].removeprefix("a step").replace("training", "")
-            (trainings if mode else steps).append(f"{row['program']}{mode} {number(ratio)}")
+        if peer and peer["value"] and ours:
+            kind, _, variant = row["figure"].partition(", ")
+            if kind not in ("a step", "training"):
+                kind, variant = "", row["figure"]
+            ratios.setdefault(kind, {})[row["program"], variant] = ours / peer["value"]
+            peers.append(peer["name"].replace("nccl", "NCCL"))
         settings = [value["value"] for value in row["values"][1:] if value["ours"] and "late" in value]
-        if settings and ours > 1.03 * min(settings):
+        if settings and ours > _SLOWER * min(settings):
             over = number(ours / min(settings))
-            slower.append(f"- {row['program']}: the defaults take {over} times our best setting's time.")
+            slower.append(f"- {row['program']}: the defaults take {over} times as long as our fastest setting.")
     lines += [*slower, ""] if slower else []
-    parts = [f"our time of a step, divided by the peer's: {'; '.join(steps)}"] if steps else []
-    if trainings:
-        parts.append(f"Our tokens a second in training, divided by the peer's: {'; '.join(trainings)}")
-    summary = ". ".join(parts) or "no row has a peer"
+    summary = _programs_summary(ratios, " or ".join(dict.fromkeys(peers)))
     return Section(f"{result.get('title', 'Programs')} {place(result)}", summary, lines)
+
+
+def _programs_summary(ratios: dict[str, _Ratios], peer: str) -> str:
+    """Returns the summary of programs, from our value divided by the peer's, by kind of figure and program."""
+    steps, trainings = ratios.get("a step", {}), ratios.get("training", {})
+    parts = []
+    if len(steps) > _LISTED_PROGRAMS:
+        values = steps.values()
+        slower = {name: ratio for name, ratio in steps.items() if ratio > _SLOWER}
+        parts.append(
+            f"a step takes {number(min(values))} to {number(max(values))} of {peer}'s time (median of {len(steps)} "
+            f"programs {number(statistics.median(values))}); programs with more than {_SLOWER:g}: "
+            f"{_listed(slower) or 'none'}"
+        )
+    elif steps:
+        parts.append(f"time of a step, divided by {peer}'s: {_listed(steps)}")
+    if trainings:
+        parts.append(f"tokens per second in training, divided by {peer}'s: {_listed(trainings)}")
+    if not parts and ratios:
+        parts.append(f"time, divided by {peer}'s: {_listed(ratios[''])}")
+    return "; ".join(parts) or "without another library"
+
+
+def _listed(ratios: _Ratios) -> str:
+    """Returns each program with its ratios, by variant."""
+    parts = []
+    for program, rows in itertools.groupby(ratios.items(), key=lambda row: row[0][0]):
+        values = [f"{variant} {number(ratio)}" if variant else number(ratio) for (_, variant), ratio in rows]
+        parts.append(f"{program}: {', '.join(values)}")
+    return "; ".join(parts)
 
 
 def collective_table(result: Result, dtype: str) -> list[str]:
@@ -170,11 +204,8 @@ def multiprocessors_table(rows: Sequence[Result]) -> list[str]:
     if not used:
         return []
     return [
-        "Multiprocessors used: the blocks of a call's largest kernel, at most the device's multiprocessors; 0 if copy "
-        "engines and the CPU do everything. The table has the fewest and the most over all sizes.",
-        "",
         *table(
-            ["call", "fewest", "most"],
+            ["call", "fewest multiprocessors, over all sizes", "most"],
             [[name, str(min(figures)), str(max(figures))] for name, figures in used.items()],
         ),
     ]
@@ -199,13 +230,13 @@ def all_reduce_section(result: Result) -> Section:
         lines += [
             f"### {dtype}: ours beside the best peer",
             "",
-            f"Geometric mean of the peer's time over ours: {number(means.get('peer_over_ours'))} with our best "
-            f"algorithm at each size, {number(means.get('peer_over_auto'))} with *auto*, "
-            f"{number(means.get('peer_over_registered'))} with *registered*, which is *auto* with symmetric memory. "
-            f"The aim is {aims.ALL_REDUCE_RATIO} (*registered* on 2 GPUs: {aims.REGISTERED_ALL_REDUCE_RATIO}), and at "
-            "least 1 at each size. The link's limit is the time of bare copies both ways of as many bytes; the aim is "
-            "0.92 of it from 16 MiB on, 0.94 at 256 MiB. The last column is the best time of any peer, MSCCL++ "
-            "included, when the aims were set.",
+            f"The best peer's time, divided by ours, as the geometric mean over sizes: "
+            f"{number(means.get('peer_over_auto'))} with *auto*, {number(means.get('peer_over_ours'))} with our best "
+            f"algorithm at each size, and {number(means.get('peer_over_registered'))} with *registered*. The aim is "
+            f"{aims.ALL_REDUCE_RATIO}, or {aims.REGISTERED_ALL_REDUCE_RATIO} for *registered* on 2 GPUs, and at least "
+            "1 at each size. The link's limit is the time of copies of the same number of bytes in both directions at "
+            "once; the aim for limit / registered is 0.92 from 16 MiB on, and 0.94 at 256 MiB. The last column is the "
+            "best time of any library, including MSCCL++, when the aims were set.",
             "",
             *table(
                 [
@@ -273,8 +304,9 @@ def all_reduce_section(result: Result) -> Section:
     means = [f"{number(mean.get('peer_over_auto'))} ({dtype})" for dtype, mean in result["geometric_means"].items()]
     ratios = [row["peer_over_auto"] for row in result["comparison"] if row["peer_over_auto"]]
     summary = (
-        f"the best peer takes {', '.join(means) or '-'} times our time, geometric mean (aim: at least "
-        f"{aims.ALL_REDUCE_RATIO}); ours is slower at {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} sizes"
+        f"the best peer takes {' and '.join(means) or '-'} times our time, as the geometric mean over sizes (aim: at "
+        f"least {aims.ALL_REDUCE_RATIO}); ours is slower in {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} "
+        "cases of size and type"
     )
     return Section(f"all_reduce {place(result)}", summary, lines)
 
@@ -287,16 +319,21 @@ def move_section(result: Result) -> Section:
     lines += [wrong_line(sum(row["wrong"] for row in result["results"])), ""]
     for dtype in types(result):
         mean = number(result["geometric_means"].get(dtype))
-        lines += [f"### {name}, {dtype}, µs", "", f"Geometric mean of NCCL's time over the best of ours: {mean}.", ""]
+        lines += [
+            f"### {name}, {dtype}, µs",
+            "",
+            f"NCCL's time, divided by the time of our best algorithm, as the geometric mean over sizes: {mean}.",
+            "",
+        ]
         lines += collective_table(result, dtype)
         lines += multiprocessors_table([row for row in result["results"] if row["type"] == dtype])
         rows = [row for row in compared if row["type"] == dtype]
         if rows:
             lines += [
-                "NCCL's times, divided by ours with registered arrays. The aim is at least "
-                f"{aims.COPY_ENGINES_RATIO:g} for copy engines over the proxy from "
-                f"{show_size(aims.COPY_ENGINES_BYTES)} on, and 1 for NCCL over kernels, with a geometric mean of "
-                f"{aims.MOVED_BY_KERNELS_RATIO:g} for all_to_all.",
+                "NCCL's times, divided by our times with registered arrays. The aims are at least "
+                f"{aims.COPY_ENGINES_RATIO:g} for NCCL's copy engines / proxy from "
+                f"{show_size(aims.COPY_ENGINES_BYTES)} on; at least 1 for NCCL / kernels; and for all_to_all a "
+                f"geometric mean of {aims.MOVED_BY_KERNELS_RATIO:g} for NCCL / kernels.",
                 "",
                 *table(
                     ["size", "NCCL / kernels", "NCCL / proxy", "NCCL's copy engines / proxy"],
@@ -304,7 +341,7 @@ def move_section(result: Result) -> Section:
                 ),
             ]
     means = [f"{number(mean)} ({dtype})" for dtype, mean in result["geometric_means"].items()]
-    summary = f"NCCL takes {', '.join(means) or '-'} times our time, geometric mean"
+    summary = f"NCCL takes {' and '.join(means) or '-'} times our time, as the geometric mean over sizes"
     engines = [
         row["copy_engines_over_proxy"]
         for row in compared
@@ -323,10 +360,10 @@ def overlap_section(result: Result) -> Section:
     rows, side = result["results"], result["product_rows"]
     lines = [
         *origin(result),
-        f"*beside*: while products of two matrices of {side} x {side} run on another stream, one after another. "
-        "*product*: the time of such a product while that collective runs again and again. By proxy, the aim for a "
-        f"collective is at most {aims.BESIDE_RATIO:g} of its time alone, and for the product at most its time beside "
-        "NCCL's copy engines. " + wrong_line(sum(row["wrong"] for row in rows)),
+        f"*beside*: the time of the collective while products of two matrices of {side} x {side} run on another "
+        "stream, one after another. *product*: the time of one product while the collective runs again and again. The "
+        f"aims by proxy: a collective takes at most {aims.BESIDE_RATIO:g} times as long as alone, and a product at "
+        "most as long as beside NCCL's copy engines. " + wrong_line(sum(row["wrong"] for row in rows)),
         "",
     ]
     titles = ["size", "algorithm or peer", "multiprocessors used", "alone, µs", "beside, µs", "beside / alone"]
@@ -356,9 +393,9 @@ def overlap_section(result: Result) -> Section:
         for key in ("beside_over_alone", "product_over_copy_engines")
     )
     summary = (
-        f"beside a matrix product, a collective by proxy takes at most {number(beside)} times its time alone (aim: "
-        f"{aims.BESIDE_RATIO:g}), and the product at most {number(product)} times its time beside NCCL's copy engines "
-        f"(aim: {aims.PRODUCT_RATIO:g})"
+        f"a collective by proxy takes up to {number(beside)} times as long beside a matrix product as alone (aim: "
+        f"at most {aims.BESIDE_RATIO:g}); the product takes up to {number(product)} times as long beside the "
+        f"collective as beside NCCL's copy engines (aim: at most {aims.PRODUCT_RATIO:g})"
     )
     return Section(f"Collectives beside a matrix product {place(result)}", summary, lines)
 
@@ -374,9 +411,9 @@ def _moe_summary(result: Result) -> str:
         legs = [[row["time_us"] for row in rows if row["name"] == f"NCCL, {leg}"] for leg in ("there", "back")]
         peer = sum(map(min, legs)) if all(legs) else None
         parts.append(
-            f"{number(both, 0)} µs for {tokens} tokens per rank (NCCL moves the bytes in {number(peer, 0)} µs)"
+            f"{number(both, 0)} µs for {tokens} tokens per rank (NCCL moves the same bytes in {number(peer, 0)} µs)"
         )
-    return f"dispatch and combine together take {', '.join(parts)}"
+    return f"dispatch and combine together take {' and '.join(parts)}"
 
 
 def expert_parallel_section(result: Result) -> Section:
@@ -389,7 +426,11 @@ def expert_parallel_section(result: Result) -> Section:
         rows.append([str(row["count"]), name, *figures])
     lines = [
         *origin(result),
-        f"Hidden {result['hidden']}, top {result['topk']} of {result['experts']} experts, bfloat16. "
+        f"Hidden size {result['hidden']}, top {result['topk']} of {result['experts']} experts, bfloat16 unless a row "
+        "says float8. A receiver gets one row for each token and expert; with *a row a rank* and *written once*, it "
+        "gets one row for each token. *written once*: senders store rows directly into the output. *local*: combine "
+        "first adds the rows of each rank's experts on that rank. *there*, *back*: NCCL's `all_to_all_single` moves "
+        "the same bytes, without counting or ordering rows. "
         + wrong_line(sum(row["wrong"] for row in result["results"])),
         "",
         *table(["tokens per rank", "call", "median, µs", "best, µs", "over the link, GB/s", "aim, µs"], rows),
@@ -410,7 +451,7 @@ def deep_ep_buffer_section(result: Result) -> Section:
     ]
     lines = [
         *origin(result),
-        f"Hidden {result['hidden']}, top {result['topk']} of {result['experts']} experts. "
+        f"Hidden size {result['hidden']}, top {result['topk']} of {result['experts']} experts. "
         + wrong_line(sum(row["wrong"] for row in result["results"])),
         "",
         *table(["tokens per rank", "contender", "dispatch, µs", "combine, µs", "issuing both, µs"], rows),
@@ -423,7 +464,8 @@ def launch_cost_section(result: Result) -> Section:
     medians = {row["name"]: number(row["median_us"], 1) for row in result["results"]}
     lines = [
         *origin(result),
-        f"CPU time to issue one call, µs. The aim is {result['aim_us']:g} on a machine where torch's add takes 4.9.",
+        f"CPU time to issue one call, in µs. The aim is {result['aim_us']:g} µs on a machine where torch.add takes "
+        "4.9 µs. The rows that begin with *of ours* are parts of the time of our call.",
         "",
         *table(
             ["call", "median", "best"],
@@ -433,7 +475,7 @@ def launch_cost_section(result: Result) -> Section:
     names = ("all_reduce, torch tensor", "torch.add, out given", "NCCL all_reduce")
     ours, add, nccl = (medians.get(name, "-") for name in names)
     summary = (
-        f"the CPU issues an all_reduce in {ours} µs (aim: {result['aim_us']:g}), torch.add in {add} µs, NCCL's "
+        f"the CPU issues our all_reduce in {ours} µs (aim: {result['aim_us']:g}), torch.add in {add} µs, and NCCL's "
         f"all_reduce in {nccl} µs"
     )
     return Section(f"Launch cost {place(result)}", summary, lines)
@@ -446,15 +488,16 @@ def vllm_decoder_section(result: Result) -> Section:
     facts = next(iter(result["contenders"].values()))
     rows = [[batch, *(number(1e3 * steps[title][batch], 3) for title in titles)] for batch in batches]
     ours, theirs = steps[titles[0]], steps[titles[-1]]
-    ratios = ", ".join(number(ours[batch] / theirs[batch]) for batch in batches)
+    ratios = ", ".join(f"{number(ours[batch] / theirs[batch])} for a batch of {batch}" for batch in batches)
     lines = [
         *origin(result),
-        f"ms a step, the best median of {max(len(found['1']) for found in result['samples_s'].values())} jobs at most; "
-        f"vLLM {facts['vllm']}, {facts['device']}, in vLLM's graphs.",
+        "Time of a step in ms, in vLLM's CUDA graphs: the lowest of the medians of up to "
+        f"{max(len(found['1']) for found in result['samples_s'].values())} jobs. vLLM {facts['vllm']}, "
+        f"{facts['device']}. *norms apart*: norms are not fused with their all_reduce.",
         "",
         *table(["sequences", *titles], rows),
     ]
-    summary = f"our time over {titles[-1]} for {', '.join(batches)} sequences: {ratios}"
+    summary = f"time of a step, divided by that of {titles[-1]} communication: {ratios}"
     return Section(f"Decoder by vLLM {place(result)}", summary, lines)
 
 
@@ -473,8 +516,8 @@ def triton_kernels_section(result: Result) -> Section:
     ]
     lines = [
         *origin(result),
-        "CUDA-graph replays, time of one call. A ratio is the time over that of the first line of its kind. "
-        + wrong_line(sum(row["wrong"] for row in result["results"])),
+        "The time of one call, from replays of a CUDA graph. *ratio*: the time, divided by the time in the first row "
+        "with the same name. " + wrong_line(sum(row["wrong"] for row in result["results"])),
         "",
         *table(["what", "by", "median, µs", "best, µs", "ratio", "aim, at most"], rows),
     ]
@@ -484,7 +527,7 @@ def triton_kernels_section(result: Result) -> Section:
         if row["name"] in ("Triton", "Triton, overlapped")
     ]
     summary = (
-        "time of the kernel in Triton, divided by that of the kernel in C++, or for a GEMM by that of NCCL and "
+        "time of the kernel in Triton, divided by the time of the kernel in C++ or, with a GEMM, of NCCL and "
         f"torch.matmul one after the other: {'; '.join(ratios)}"
     )
     return Section(f"Kernels in Triton {place(result)}", summary, lines)
@@ -513,7 +556,7 @@ def put_signal_section(result: Result) -> Section:
     ]
     lines = [
         *origin(result),
-        f"{wrong_line(result['wrong'])} The kernels' clock steps by {result['clock_step_ns']} ns.",
+        f"{wrong_line(result['wrong'])} The resolution of the kernels' clock is {result['clock_step_ns']} ns.",
         "",
         "### ProxyChannel: put with signal, one way, µs",
         "",
@@ -529,12 +572,10 @@ def put_signal_section(result: Result) -> Section:
         *table(["blocks", "operation", "GB/s", "limit, GB/s"], sm_bandwidth),
     ]
     parts = []
-    for rows, what in (("latency", "by proxy"), ("sm_latency", "by the kernel itself")):
+    for rows, what in (("latency", "by the proxy"), ("sm_latency", "by a kernel's store")):
         if result[rows]:
-            parts.append(
-                f"{result[rows][0].get('signal', 'signal')} {what} takes {number(result[rows][0]['one_way_us'])} µs"
-            )
-    for rows, what in (("bandwidth", "a proxy moves"), ("sm_bandwidth", "a kernel's own loads and stores move")):
+            parts.append(f"a signal {what} takes {number(result[rows][0]['one_way_us'])} µs")
+    for rows, what in (("bandwidth", "the proxy moves"), ("sm_bandwidth", "a kernel's loads and stores move")):
         if result[rows]:
             parts.append(f"{what} up to {number(max(row['gbs'] for row in result[rows]), 0)} GB/s")
     return Section(f"Channels {place(result)}", "; ".join(parts), lines)
@@ -546,21 +587,24 @@ def ring_section(result: Result) -> Section:
     trip = result.get("round_trip")
     if trip:
         lines += [
-            f"Push and sync of one thread: {number(trip['median_ns'] / 1e3)} µs "
-            f"(best {number(trip['best_ns'] / 1e3)}); "
-            f"the bare round trip in the same run: {number(trip['bare']['median_ns'] / 1e3)} µs "
-            f"(best {number(trip['bare']['best_ns'] / 1e3)}; {aims.RING_ROUND_TRIP_US} when the aims were set). "
-            f"Ratio {number(trip['over_bare'])}, aim {aims.RING_ROUND_TRIP_RATIO}.",
+            f"One thread's push and sync take {number(trip['median_ns'] / 1e3)} µs "
+            f"(best {number(trip['best_ns'] / 1e3)} µs). "
+            f"A bare loop's round trip in the same run takes {number(trip['bare']['median_ns'] / 1e3)} µs "
+            f"(best {number(trip['bare']['best_ns'] / 1e3)} µs; {aims.RING_ROUND_TRIP_US} µs when the aims were set). "
+            f"The ratio is {number(trip['over_bare'])}, the aim {aims.RING_ROUND_TRIP_RATIO}.",
             "",
         ]
         ratio = number(trip["over_bare"])
-        parts.append(f"push and sync take {number(trip['median_ns'] / 1e3)} µs, {ratio} times a bare loop's time")
+        parts.append(
+            f"one thread's push and sync take {number(trip['median_ns'] / 1e3)} µs, {ratio} times a bare loop's time"
+        )
     idle = result.get("idle")
     if idle:
         short, long = (number(idle[f"wake_after_{ms}_ms"]["median_us"], 0) for ms in (1, 20))
         lines += [
-            f"An idle proxy thread takes {number(idle['cpu'], 3)} cores. The median delay until it takes a push is "
-            f"{short} µs after 1 ms of idleness and {long} µs after 20 ms.",
+            f"An idle proxy thread takes {number(idle['cpu'], 3)} of a core. The thread notices a push, as the median, "
+            f"{short} µs after the push if it was idle for 1 ms, and {long} µs after the push if it was idle for "
+            "20 ms.",
             "",
         ]
     if result.get("kernels"):
@@ -570,7 +614,7 @@ def ring_section(result: Result) -> Section:
             "### Triggers that kernels push, millions a second",
             "",
             *table(
-                ["slots", "producers", "engine", "best", "bare loop", "best", "aim"],
+                ["slots", "producers", "engine, median", "best", "bare loop, median", "best", "aim"],
                 [
                     [
                         str(row["fifo_size"]),
@@ -587,10 +631,10 @@ def ring_section(result: Result) -> Section:
             ),
         ]
     lines += [
-        "### Drain rate beside a producing CPU thread, millions a second",
+        "### Triggers that the engine drains while a CPU thread pushes them, millions a second",
         "",
         *table(
-            ["trigger", "median", "best", "of the bare loop"],
+            ["trigger", "median", "best", "median / bare loop"],
             [
                 [
                     row["trigger"],
@@ -630,8 +674,8 @@ def rdma_writes_section(result: Result) -> Section:
         ]
         peer, best = rows[0]["name"], max(rows, key=lambda row: row["ours"] * row["median_per_s"])
         parts.append(
-            f"writes of {show_size(rows[0]['bytes'])} reach {number(best['over'][peer])} times the rate of “{peer}” "
-            f"(aim: {aim})"
+            f"proxied writes of {show_size(rows[0]['bytes'])} reach {number(best['over'][peer])} times the rate "
+            f"of “{peer}” (aim: {aim})"
         )
     return Section("RDMA writes", "; ".join(parts), lines)
 
@@ -651,8 +695,9 @@ def daemon_section(result: Result) -> Section:
     titles = ("in the ranks", "in the daemon", "ratio", "aim")
     lines = [
         *origin(result),
-        "The same work with the proxies as threads of the ranks, and in one `proxyccl daemon` with "
-        f"{result['threads']} thread{'s' * (result['threads'] > 1)}. Ratios are the daemon's figure over the ranks'.",
+        "The same work is measured with the proxies as threads of the ranks, and with the proxies in one "
+        f"`proxyccl daemon` of {result['threads']} thread{'s' * (result['threads'] > 1)}. *ratio*: the figure with the "
+        "daemon, divided by the figure with proxies in the ranks.",
         "",
         "### Latency, one way, µs",
         "",
@@ -660,9 +705,9 @@ def daemon_section(result: Result) -> Section:
     ]
     if not on_gpus(result) and result["machine"]["cores"] < _PING_PONG_CORES:
         lines += [
-            f"A ping-pong of two kernels wants {_PING_PONG_CORES} cores here, for two kernels and two proxies. With "
-            f"{result['machine']['cores']}, these rows mostly show how the system switches between processes. The last "
-            "row needs only 2.",
+            f"A ping-pong of two kernels wants {_PING_PONG_CORES} cores here, for two kernels and two proxies. On "
+            f"{result['machine']['cores']} cores, these rows mostly show how the operating system switches between "
+            "processes. The last row needs only 2 cores.",
             "",
         ]
     lines += [
@@ -703,8 +748,8 @@ def proxy_place_section(result: Result) -> Section:
     start = result["start_ms"][0]
     lines = [
         *origin(result),
-        "The same work with the proxies as threads of the ranks, and in a process that the job starts for them. Ratios "
-        "are the process's figure over the ranks'.",
+        "The same work is measured with the proxies as threads of the ranks, and with the proxies in a process that "
+        "the job starts. *ratio*: the figure with the process, divided by the figure with proxies in the ranks.",
         "",
     ]
     for title, key, scale, bound in (
@@ -737,8 +782,8 @@ def after_a_rest_section(result: Result) -> Section:
     rests = sorted(int(key.split("_")[1]) for key in result["rows"][0] if key.startswith("after_"))
     lines = [
         *origin(result),
-        "One all_reduce of 1 KiB after all ranks have rested. A launch wakes the proxy; a replay of a graph does not. "
-        "Times in µs; the share of a core is that of an idle proxy's thread.",
+        "The time in µs of one all_reduce of 1 KiB after all ranks have rested. A call wakes the proxy; a replay of a "
+        "graph does not. *share of a core*: the CPU time that an idle proxy's thread takes.",
         "",
         *table(
             [
@@ -783,9 +828,9 @@ def first_result_section(result: Result) -> Section:
     proxied, over_nccl = result["proxied_at_2_s"], result.get("over_nccl")
     lines = [
         *origin(result),
-        "Seconds from the start of a rank's process, on the slowest rank, until the interpreter runs the program, has "
-        "imported, has the communicator, and has the sum of an all_reduce of 1 KiB on the CPU. The proxied calls are "
-        "timed by themselves, in ms. Every job is of new processes.",
+        "Seconds from the start of the slowest rank's process until the program's first line runs, its imports are "
+        "complete, its communicator is made, and the sum of an all_reduce of 1 KiB is on the CPU. The proxied calls "
+        "are timed separately, in ms. Every job consists of new processes.",
         "",
         *table(
             ["", *(f"{stage}, s" for stage in _FIRST_STAGES), *(f"{call}, ms" for call in _FIRST_CALLS)],
@@ -840,9 +885,10 @@ def observing_section(result: Result) -> Section:
     """Tables of the cost of observing and tracing a proxy."""
     lines = [
         *origin(result),
-        "The same triggers without an observer (*nobody looks*), while another process reads all counters every 10 ms "
-        "(*looked at*), and while it traces every trigger (*traced*). *rate* is the number of triggers a second, over "
-        f"that without an observer. The aim for a trace is at least {aims.TRACED_RATE:g}.",
+        "The same triggers are measured without an observer (*nobody looks*), while another process reads all counters "
+        "every 10 ms (*looked at*), and while that process traces every trigger (*traced*). *rate*: triggers per "
+        "second, divided by the rate without an observer. The aim for the traced rate is at least "
+        f"{aims.TRACED_RATE:g}.",
         "",
     ]
     parts = []
@@ -850,8 +896,8 @@ def observing_section(result: Result) -> Section:
         lines += [
             "### The engine alone: least CPU time of a trigger, ns",
             "",
-            "A thread fills a ring that fits its cache, then drains it. So nothing hides the cost of an additional "
-            "instruction.",
+            "One thread fills a ring that fits its cache, and then drains the ring. So no memory latency hides the "
+            "cost of an additional instruction.",
             "",
             *_observed_table(result["engine_alone"], ["trigger"], "best", 1),
         ]
@@ -865,7 +911,7 @@ def observing_section(result: Result) -> Section:
         if not on_gpus(result) and result["machine"]["cores"] < _OBSERVED_CORES:
             lines += [
                 f"The kernel, its proxy and the observer want {_OBSERVED_CORES} cores. With "
-                f"{result['machine']['cores']}, these rows also show what the observer takes from the other two.",
+                f"{result['machine']['cores']} cores, the observer also takes CPU time from the kernel and the proxy.",
                 "",
             ]
         parts.append(("kernels that push", result["kernels"]))
@@ -873,7 +919,7 @@ def observing_section(result: Result) -> Section:
     for what, rows in parts:
         rates = [number(min(row[mode]["rate_of_unobserved"] for row in rows)) for mode in _OBSERVED]
         least.append(f"{what}, {rates[0]} while its counters are read and {rates[1]} while it is traced")
-    summary = f"lowest rate of triggers, divided by that without an observer: {'; '.join(least)}"
+    summary = f"lowest rate of triggers, divided by the rate without an observer: {'; '.join(least)}"
     return Section(f"The cost of being observed {place(result)}", summary, lines)
 
 
@@ -891,10 +937,10 @@ def host_collectives_section(result: Result) -> Section:
     hosts = f" on {result['hosts']} hosts, network namespaces of one machine," if between_hosts else ""
     lines = [
         *origin(result),
-        "*registered*: our calls with arrays of `Communicator.empty`. *private*: our calls with arrays of numpy, as "
-        f"the peers have them. The aim is {aim:g} for all_reduce {sizes}. "
-        f"{result['world_size']} ranks{hosts} shared {result['machine']['cores']} cores, whose load average was "
-        f"{result['machine']['load']} at the end.{' ' + result['note'] if 'note' in result else ''}",
+        "*registered*: our calls with arrays of `Communicator.empty`. *private*: our calls with numpy arrays, which "
+        f"the peers' calls also get. The aim for the peer's time / ours is at least {aim:g}, for all_reduce {sizes}. "
+        f"{result['world_size']} ranks{hosts} shared {result['machine']['cores']} cores; the machine's load average "
+        f"was {result['machine']['load']} at the end.{' ' + result['note'] if 'note' in result else ''}",
         "",
         wrong_line(sum(row["wrong"] for row in rows)),
         "",
@@ -964,6 +1010,7 @@ def between_nodes_section(result: Result) -> Section:
     the bus.
     """
     rows, limits = result["comparison"], result["limits"]
+    ranks = result["world_size"] // result["nodes"]
     streams = ", ".join(
         f"{row['streams']}: {number(row['one_way_gbs'], 1)} and {number(row['each_of_both_ways_gbs'], 1)}"
         for row in limits["tcp"]
@@ -971,10 +1018,13 @@ def between_nodes_section(result: Result) -> Section:
     copies = ", ".join(number(limits[f"bus_{way}_gbs"], 1) for way in ("to_host", "to_device", "both"))
     lines = [
         *origin(result),
-        f"{result['nodes']} nodes of {result['world_size'] // result['nodes']} ranks, rehearsed on one machine: data "
-        "is staged in pinned memory and goes over TCP on the loopback; the peer is held to its sockets. The limits "
-        f"in GB/s: TCP by the number of streams, one way and each way at once: {streams}; copies to the host, to the "
-        f"device, and each of both at once: {copies}. 64 bytes take {number(limits['tcp_short_us'], 1)} µs one way.",
+        f"{result['nodes']} groups of ranks on one machine act as nodes of {ranks} rank{'s' * (ranks > 1)} each. "
+        "ProxyCCL stages data in pinned memory and sends it over TCP on the loopback; the peer may use only its "
+        "sockets. Limits of the machine:",
+        "",
+        f"- TCP, in GB/s, by the number of streams, in one direction and in each of both directions: {streams};",
+        f"- copies, in GB/s, to the host, to the device, and in each of both directions at once: {copies};",
+        f"- 64 bytes by TCP, one way: {number(limits['tcp_short_us'], 1)} µs.",
         "",
     ]
     lines += table(
@@ -1003,10 +1053,14 @@ def between_nodes_section(result: Result) -> Section:
         what: [row["peer_over_ours"] for row in rows if (row["size"] >= aims.MIB) is long]
         for what, long in (("below 1 MiB", False), ("from 1 MiB on", True))
     }
-    reached = [f"{number(min(ratios))} to {number(max(ratios))} ({what})" for what, ratios in spans.items() if ratios]
+    reached = [
+        f"{number(min(ratios))} to {number(max(ratios))} times our time {what}"
+        for what, ratios in spans.items()
+        if ratios
+    ]
     return Section(
         f"Calls between rehearsed nodes {place(result)}",
-        f"a peer takes {', '.join(reached)} times our time (aim: 1)",
+        f"{' or '.join(dict.fromkeys(row['peer'] for row in rows))} takes {', and '.join(reached)} (aim: at least 1)",
         lines,
     )
 
@@ -1016,9 +1070,9 @@ def execution_plans_section(result: Result) -> Section:
     rows = result["comparison"]
     lines = [
         *origin(result),
-        "all_reduce from one registered array to another, by the interpreter of execution plans. The plans are the "
-        f"program's own; the best of each size is compared. The aim is at most {aims.PLAN_OVER_TWO_SHOT:g} times as "
-        "long as `two_shot`.",
+        "An execution plan carries out an all_reduce from one registered array to another. The plans belong to the "
+        "benchmark; the table compares the fastest plan at each size with the library's algorithm `two_shot`. The aim "
+        f"is at most {aims.PLAN_OVER_TWO_SHOT:g} times the time of `two_shot`.",
         "",
     ]
     lines += table(
@@ -1047,9 +1101,9 @@ def norms_section(result: Result) -> Section:
     names = list(rows[0]["times_us"])
     lines = [
         *origin(result),
-        f"Each rank has rows of {rows[0]['width']} values. Times in µs. The aim for `{names[1]}` is at most "
-        f"{aims.NORM_US:g} µs more than `{names[0]}` up to 128 rows, and with more rows at most "
-        f"{aims.NORM_OVER_ALONE:g} times its time.",
+        f"Each rank has rows of {rows[0]['width']} values. Times are in µs. The aim for `{names[1]}` is at most "
+        f"{aims.NORM_US:g} µs more than `{names[0]}` up to 128 rows, and at most {aims.NORM_OVER_ALONE:g} times the "
+        f"time of `{names[0]}` with more rows.",
         "",
     ]
     lines += table(
@@ -1076,8 +1130,9 @@ def regroup_section(result: Result) -> Section:
     rows = {row["made_by"]: row for row in result["rows"]}
     lines = [
         *origin(result),
-        "Communicators of all ranks but the last. *abort* and *SHRINK_ABORT*: made while an all_reduce waits "
-        f"for the last rank. {result['nccl']}. The load average was {result['machine']['load']}.",
+        "Each call makes a communicator of all ranks except the last. *abort* and *SHRINK_ABORT*: the call is made "
+        "while an all_reduce waits for the last rank. The machine's load average was "
+        f"{result['machine']['load']}. {result['nccl']}.",
         "",
     ]
     lines += table(
@@ -1085,10 +1140,10 @@ def regroup_section(result: Result) -> Section:
         [[name, number(row["call_ms"]), number(row["with_all_reduce_ms"])] for name, row in rows.items()],
     )
     lines += [wrong_line(result["wrong"]), ""]
-    summary = f"`shrink` takes {number(rows['shrink']['call_ms'], 1)} ms"
-    summary += f", a new communicator {number(rows['Communicator']['call_ms'], 1)} ms"
+    summary = f"a communicator of all ranks but one takes {number(rows['shrink']['call_ms'], 1)} ms by `shrink`, "
+    summary += f"{number(rows['Communicator']['call_ms'], 1)} ms by `Communicator`"
     if "ncclCommShrink" in rows:
-        summary += f", NCCL's shrink {number(rows['ncclCommShrink']['call_ms'], 1)} ms"
+        summary += f", {number(rows['ncclCommShrink']['call_ms'], 1)} ms by `ncclCommShrink`"
     return Section(f"Communicators of fewer ranks, {place(result)}", summary, lines)
 
 
@@ -1102,12 +1157,15 @@ def transfers_section(result: Result) -> Section:
     way = " by TCP" if result["tcp"] else ""
     lines = [
         *origin(result),
-        f"Between two processes of one host{way}; {result['rounds']} runs of each library, in turn; medians. *post*: "
-        "the time until the call that starts a transfer returns. *register*, *deregister*: for each of as many regions "
-        "as the number says, by a separate call; *list*: for each region, all by one call.",
+        f"Transfers are between two processes of one host{way}. Values are medians over {result['rounds']} runs of "
+        "each library, which alternate. *post*: the time until the call that starts a transfer returns. In the "
+        "last rows, the number is a number of regions of 4 KiB, and a time is the time for one region. *register*, "
+        "*deregister*: one call for each region; *list*, *list backwards*: one call for all regions, in ascending or "
+        "descending order of addresses. *metadata*: makes the bytes that another agent reads in *add*. *prepare*, "
+        "*prepare remote*: prepares a list of blocks of this agent or of the other agent.",
         "",
     ]
-    titles = ["operation, blocks x bytes", "ours, µs", "NIXL, µs", "NIXL over ours", "ours, GB/s", "NIXL, GB/s"]
+    titles = ["operation, blocks x bytes", "ours, µs", "NIXL, µs", "NIXL / ours", "ours, GB/s", "NIXL, GB/s"]
     rows, ratios = [], []
     for case, values in ours.items():
         if case == "idle":
@@ -1122,7 +1180,10 @@ def transfers_section(result: Result) -> Section:
     lines += table([*titles, "post, µs", "NIXL's post, µs"], rows)
     idle = [f"{name} {number(each['idle']['cores'])}" for name, each in medians.items()]
     lines += [f"Share of a core that a process with an idle agent takes: {', '.join(idle)}.", ""]
-    summary = f"NIXL takes {number(min(ratios))} to {number(max(ratios))} times our time" if ratios else "without NIXL"
+    summary = "without NIXL"
+    if ratios:
+        summary = f"NIXL takes {number(min(ratios))} to {number(max(ratios))} times our time; ours is slower in "
+        summary += f"{sum(ratio < 1 for ratio in ratios)} of {len(ratios)} operations"
     return Section(f"Transfers of {_TRANSFERRED[result['memory']]}{way}", summary, lines)
 
 
@@ -1132,8 +1193,9 @@ def weights_section(result: Result) -> Section:
     lines = [
         *origin(result),
         f"A trainer's rank sends {tensors} matrices of {extent} x {extent} elements into a sampler's parameters. "
-        "*agents*: by `proxyccl.weights`; the sampler reads the trainer's type and casts. *broadcast*: the trainer "
-        f"casts each tensor and broadcasts it by {'NCCL' if on_gpus(result) else 'gloo'}.",
+        "*agents*: with `proxyccl.weights`, the sampler reads the trainer's elements and casts them to its own type. "
+        f"*broadcast*: the trainer casts each tensor, and broadcasts the result by "
+        f"{'NCCL' if on_gpus(result) else 'gloo'}.",
         "",
     ]
     lines += table(
@@ -1149,8 +1211,10 @@ def weights_section(result: Result) -> Section:
             for row in rows
         ],
     )
-    ratios = [number(row["broadcast_ms"] / row["agents_ms"]) for row in rows if row["from"] == row["to"]]
-    summary = f"without a cast, a broadcast takes {' and '.join(ratios)} times our time"
+    ratios = [
+        f"{number(row['broadcast_ms'] / row['agents_ms'])} ({row['to']})" for row in rows if row["from"] == row["to"]
+    ]
+    summary = f"without a cast, torch's broadcast takes {' and '.join(ratios)} times our time"
     return Section(f"Weights from a trainer to a sampler {place(result)}", summary, lines)
 
 
@@ -1159,9 +1223,10 @@ def group_memory_section(result: Result) -> Section:
     steps = result["steps"]
     lines = [
         *origin(result),
-        "*device*: by how much the first GPU's free memory has shrunk since its rank made a context, which counts the "
-        "proxies' process. *account*: `memory_usage()` of the step's communicator. Both include the arrays that the "
-        f"program allocated. The second communicator is suspendable. {result.get('nccl', '')}",
+        "*device*: how much memory of the first GPU has been taken since its rank made a context, also by the proxies' "
+        "process. *account*: the sum of `memory_usage()` of the step's communicator. Both include the arrays that the "
+        "program allocated. *group 0*, *group 1*: our first and our second communicator; the second is "
+        "suspendable. *NCCL 0*, *NCCL 1*: NCCL's communicators.",
         "",
     ]
     lines += table(
@@ -1173,12 +1238,13 @@ def group_memory_section(result: Result) -> Section:
     )
     # For `resume`, this is the time of the last step, after suspend(save=False).
     ms = {step["step"]: step["ms"] for step in steps}
-    summary = f"`suspend` takes {number(ms['suspend(save=False)'], 1)} ms, and `resume` {number(ms['resume'], 1)} ms"
+    summary = f"`suspend` takes {number(ms['suspend(save=False)'], 1)} ms, and `resume` {number(ms['resume'], 1)} ms, "
+    summary += "if contents are not saved"
     device = {step["step"].partition(": all_reduce")[0]: step["device_mib"] for step in steps}  # after the last call
     if "NCCL 1" in device:
         made = next(step["device_mib"] for step in steps if step["step"].startswith("group 1: made"))
         ours, theirs = device["group 1"] - made, device["NCCL 1"] - device["NCCL 0"]
-        summary += f"; a second communicator takes {number(ours, 0)} MiB, of NCCL {number(theirs, 0)} MiB"
+        summary += f"; a second communicator takes {number(ours, 0)} MiB, and NCCL's takes {number(theirs, 0)} MiB"
     return Section(f"Device memory of communicators {place(result)}", summary, lines)
 
 
@@ -1186,16 +1252,19 @@ def scale_section(result: Result) -> Section:
     """Returns a table of the resources that grow with the number of ranks: measured and fitted values."""
     rows, hosts = result["results"], result["kind"] == "hosts"
     apart = (
-        "each a rehearsed host of its own, with libfabric between them" if hosts else "which share the host's memory"
+        "each of which acts as a separate host, with libfabric between the nodes"
+        if hosts
+        else "which share the host's memory"
     )
     lines = [
         *origin(result),
-        f"Jobs of ranks as processes, in nodes of {rows[0]['node']}, {apart}. Values are medians over ranks; times are "
-        "those of the slowest rank. *fit*: the curve fitted to the row; *off by*: its largest error. All "
-        "ranks share the machine's cores, so times are fitted with a square.",
+        f"Each rank is a process. The ranks form nodes of {rows[0]['node']} ranks, {apart}. Values are medians over "
+        "ranks; times are those of the slowest rank. *fit*: the curve that is fitted to the row, for n ranks. *off "
+        "by*: the largest error of the curve. All ranks share the machine's cores, so the curves of times have a term "
+        "in n².",
         "",
     ]
-    titles = ["of a rank", *(f"{row['ranks']} ranks" for row in rows), "fit, n ranks", "off by"]
+    titles = ["of one rank", *(f"{row['ranks']} ranks" for row in rows), "fit", "off by"]
     shown = []
     for name, (title, factor, digits) in SCALE_QUANTITIES.items():
         fitted = result["fits"][name]

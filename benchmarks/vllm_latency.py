@@ -36,7 +36,7 @@ from proxyccl.tools.tables import Column, Table
 _JOB_SECONDS = 500.0
 _PROMPT = 64
 _SHORT, _LONG = 16, 144
-"""Tokens that two generations have."""
+"""The lengths of the two generations, in tokens."""
 
 
 def config_of(model: Model) -> Fields:

@@ -297,15 +297,9 @@ class Group:
         with open_lock:
             orphan = self.parent is not None and self.parent.failure.closed
             if not orphan:
-                device = self.runtime.device_id
-                waiting = [g for g in (*open_groups, self) if g.world_size > 1 and g.runtime.device_id == device]
-                for group in waiting if len(waiting) > 1 and self.world_size > 1 else ():
-                    group.launches.log.share_device()
                 open_groups.append(self)
                 if self.parent is not None:
                     self.parent._children.append(self)
-        if self.parent is None:  # a split group uses its parent's daemon
-            self.links.start_early()
         if orphan:
             self.failure.abort("the communicator that it was split from was closed")
             self.release(healthy=False)

@@ -15,7 +15,7 @@ import os
 import time
 from collections import Counter, deque
 
-from proxyccl.channels.calls._calls import RECEIVED_BY_PROXIES, Calls
+from proxyccl.channels.calls._calls import Calls
 from proxyccl.channels.symmetric import Export, SymmetricMemory
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.process.left_behind import take_each
@@ -83,10 +83,6 @@ class LentMemory:
         """Drops exported memory that was not announced. The watcher must have stopped."""
         for exported in take_each(self._exported):
             self._runtime.end_export(exported.handle)
-
-    def is_received_in(self, ptr: int, nbytes: int) -> bool:
-        """Returns whether the peers' proxies can write directly to an array, without staging memory."""
-        return bool(self._calls.reach_of(ptr, nbytes) & RECEIVED_BY_PROXIES)
 
     def _export(self, ptr: int, nbytes: int) -> None:
         """Exports an array's allocation if the limit allows it. The caller keeps the array alive."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
@@ -16,9 +15,8 @@ from proxyccl.channels.joining.topology import RankInfo
 from proxyccl.channels.liveness.failure import FailureState
 from proxyccl.channels.remote import RemoteLinks
 from proxyccl.channels.segment.control import ControlSegment
-from proxyccl.device.errors import ProxyCCLError, WaitTimeoutError
+from proxyccl.device.errors import WaitTimeoutError
 from proxyccl.device.process.cores import core_share, usable_cores
-from proxyccl.device.process.threads import Thread
 from proxyccl.proxy.daemon.choice import ChosenDaemon
 from proxyccl.proxy.daemon.client import DaemonClient, Proxy
 from proxyccl.proxy.daemon.connection import NodeDaemon
@@ -80,7 +78,6 @@ class PeerLinks:
         own = self._runtime.device_id
         self._daemon = ChosenDaemon(self._addresses, self._runtime.name, own, sorted(devices - {own}))
         self._connections: dict[tuple[int, bool], Connection] = {}  # by peer, and by `private` of `connection`
-        self._early: Thread | None = None  # the thread of `connect_early`
         self._transports: dict[int, str] = {}
         self.schedule_ids = 0
         self.host_ranks: int = len(self._of_host()) if whole is None else whole.host_ranks
@@ -106,32 +103,8 @@ class PeerLinks:
 
     def start_early(self) -> None:
         """Starts the job's own daemon in the background, if the proxy is to run in that daemon."""
-        if self.place.where == "process" and self._exchange.world_size > 1 and self._proxy is None:
+        if self.place.where == "process" and self._exchange.world_size > 1 and self._whole is None:
             self._daemon.begin(self._exchange.timeout)
-
-    @property
-    def proxy_is_ready(self) -> bool:
-        """Whether `proxy` returns without waiting for a process to start."""
-        whole = self._whole
-        return self._proxy is not None or (self._daemon.is_ready and (whole is None or whole.proxy_is_ready))
-
-    def connect_early(self) -> bool:
-        """Returns whether the proxy and its connections to the host's other ranks exist. If they do not, a thread makes
-        them once the proxies' process has started, and the first use waits for this thread.
-
-        Raises:
-            ResourceError: there is no memory for a thread.
-        """
-        if self._early is None and self.proxy_is_ready:
-            thread = Thread(self._connect_all, f"proxyccl-connect-{self._exchange.rank}")
-            thread.start()
-            self._early = thread
-        return self._early is not None and not self._early.is_alive()
-
-    def _connect_all(self) -> None:
-        with contextlib.suppress(ProxyCCLError):  # the first use raises the error again
-            for peer in self._segments:
-                self.connection(peer)
 
     @property
     def proxy(self) -> Proxy:
@@ -308,8 +281,6 @@ class PeerLinks:
         """Closes the proxy and the remote links. Returns False if a handler still runs; the caller must not free memory
         that the handler's thread uses.
         """
-        if self._early is not None:
-            self._early.join()  # each of its requests to the proxies' process has a time-out
         if self._proxy is not None and not self._proxy.close(self._exchange.timeout):
             return False
         self._daemon.drop()

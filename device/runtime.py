@@ -6,7 +6,6 @@ protocol, but calls the driver directly, by the addresses in `calls`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from proxyccl.device.base_runtime import Allocations, DriverCalls, Event, Memory, PinnedMemory, Stream, StreamLike
@@ -56,11 +55,5 @@ class Runtime(LaunchRuntime, Protocol):
             name = "_".join(filter(None, (kernel, dtype, op)))
             known = self._shipped.setdefault(found, self._load_shipped(name, found, compiled_only))
         return known
-
-    def compile_early(self, kernels: Sequence[Shipped]) -> None:
-        """Compiles shipped kernels into the cache, unless the cache has them, and does not load them. If a kernel can't
-        be compiled, writes to the log; `shipped` then raises the error.
-        """
-        return  # the host's kernels are in the installation
 
     def _load_shipped(self, name: str, kernel: Shipped, compiled_only: bool) -> Kernel: ...

@@ -102,7 +102,10 @@ class Collectives:
                     )
         if self.standing.cta_policy == "zero" and "proxy" not in self.algorithms():
             raise ArgumentError("cta_policy", f"'zero' needs {_NEEDS_VARIANT}; expected another policy")
-        self._all_mapped = Team.all_mapped_of(self.group.world_size, [start.reaches_all for start in starts])
+        reach = [start.reaches_all for start in starts]
+        if self.standing.cta_policy == "zero" or self.group.topology.node_count > 1 or not all(reach):
+            self.group.links.start_early()
+        self._all_mapped = Team.all_mapped_of(self.group.world_size, reach)
         self._whole_lines = all(start.whole_lines for start in starts)
         self._selector = self.defaults = default_selector(self.group, lines=self._whole_lines)
         if starts[0].tables:

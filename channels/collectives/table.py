@@ -116,10 +116,4 @@ KERNELS_OF_STEPS: tuple[Shipped, ...] = tuple(
 )
 """The kernels that training steps and forward passes use, in the order of use. FSDP2 averages; other programs sum."""
 
-REDUCTIONS_OF_STEPS: tuple[Shipped, ...] = tuple(
-    (REDUCTION_OF_SCHEDULES.file, REDUCTION_OF_SCHEDULES.name, dtype, "sum")
-    for dtype in ("bfloat16", "float32", "float16")
-)
-"""The kernels that reduce gradients which the proxies have moved. An average is a sum and a division."""
-
 register_names(*OPS, *COLLECTIVES, "all_reduce_rms_norm")

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from proxyccl.channels.segment.control import (
-    CALLS_OFFSET,
-    CHOICES_OFFSET,
-    COUNTS_OFFSET,
-    SHARING_OFFSET,
-    ControlSegment,
-)
+from proxyccl.channels.segment.control import CALLS_OFFSET, COUNTS_OFFSET, ControlSegment
 from proxyccl.proxy._engine import ffi, lib
 
 if TYPE_CHECKING:
@@ -46,9 +39,6 @@ class CallLog:
         self._callers.own = ffi.cast("ProxycclCallEntry *", own.host_address(CALLS_OFFSET))
         self._callers.counts = ffi.cast("ProxycclCallCount *", own.host_address(COUNTS_OFFSET))
         self._callers.peers, self._callers.peer_count = self._logs, len(logs)
-        first = {**peers, rank: own}[min((*peers, rank))]
-        self._callers.choices = ffi.cast("uint64_t *", first.host_address(CHOICES_OFFSET))
-        self._sharing = ctypes.c_uint64.from_address(first.host_address(SHARING_OFFSET))
         self.issue: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
             lib.proxyccl_calls_issue, self._callers
         )
@@ -75,25 +65,6 @@ class CallLog:
             synchronize: address of the driver's call that waits for a stream.
         """
         lib.proxyccl_calls_wait_on(self._callers, stream, synchronize)
-
-    def choose(self, wish: int) -> int:
-        """Returns the ranks' common choice for this rank's next call, from 0 to 3: the `wish` of the rank of the host
-        that asked first. The program's other threads must make no call before this rank has made the next call.
-        """
-        return int(lib.proxyccl_calls_choose(self._callers, wish))
-
-    @property
-    def shares_device(self) -> bool:
-        """Whether any rank of the host has had another communicator on its device. Kernels of that communicator may
-        wait for kernels of this communicator.
-        """
-        return bool(self._sharing.value)
-
-    def share_device(self) -> None:
-        """Records that this rank has another communicator on its device. Call this before that communicator's first
-        call.
-        """
-        self._sharing.value = 1
 
     def agree(self, call: ProxycclCallPointer) -> int:
         """Logs a call and compares it with the peers' calls. Returns 0, CALL_ABORTED, CALL_DIFFERS or CALL_DIFFERED."""

@@ -65,15 +65,11 @@ def _round(nbytes: int) -> int:
 _SEMAPHORES_OFFSET = _round(ffi.sizeof("ProxycclControl"))
 CALLS_OFFSET = _SEMAPHORES_OFFSET + _round(8 * MAX_CHANNELS)
 COUNTS_OFFSET = CALLS_OFFSET + engine.sizeof("ProxycclCallEntry") * engine_lib.PROXYCCL_CALL_LOG_ENTRIES
-CHOICES_OFFSET = COUNTS_OFFSET + engine.sizeof("ProxycclCallCount") * (engine_lib.PROXYCCL_CALL_KINDS + 1)
-SHARING_OFFSET = CHOICES_OFFSET + 8 * engine_lib.PROXYCCL_CALL_CHOICES
-"""Offsets of the call log, the numbers of calls by collective, the words by which ranks agree on choices, and a word
-that is not 0 if a rank has more than one communicator on its device.
-"""
+"""Offsets of the call log and of the numbers of calls by collective."""
 MemoryPurpose = Literal["arrays", "channels", "experts", "plans", "results", "scratch", "staging", "transfers"]
 """A purpose for which a rank allocates device memory (channels/DESIGN.md)."""
 MEMORY_PURPOSES: tuple[MemoryPurpose, ...] = get_args(MemoryPurpose)
-_MEMORY_OFFSET = SHARING_OFFSET + 8
+_MEMORY_OFFSET = COUNTS_OFFSET + engine.sizeof("ProxycclCallCount") * (engine_lib.PROXYCCL_CALL_KINDS + 1)
 _SERVICE_OFFSET = _round(_MEMORY_OFFSET + 8 * len(MEMORY_PURPOSES))
 _READBACK_OFFSET = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())
 READBACK_BYTES = 128 * 1024

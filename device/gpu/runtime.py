@@ -21,7 +21,7 @@ from proxyccl.device.base_runtime import (
     StreamEvents,
     StreamLike,
 )
-from proxyccl.device.build.ahead_of_time import Shipped, compile_kernels
+from proxyccl.device.build.ahead_of_time import Shipped
 from proxyccl.device.build.compile_cache import (
     CUDA_NAMES_DIR,
     INCLUDE_DIR,
@@ -40,7 +40,7 @@ from proxyccl.device.build.kernel_names import (
     text_with_exports,
 )
 from proxyccl.device.driver import Driver
-from proxyccl.device.errors import ArgumentError, CompileError, DriverError, ProxyCCLError
+from proxyccl.device.errors import ArgumentError, CompileError, DriverError
 from proxyccl.device.gpu import stream_order
 from proxyccl.device.gpu.context import DeviceContext
 from proxyccl.device.gpu.memory import GpuMemoryRuntime
@@ -257,12 +257,6 @@ class GpuRuntime(GpuMemoryRuntime):
         text = text_with_exports(source, names)
         module = self._load(text, full, lambda: image(text), control)
         return Module({name: self._kernel(module, name) for name in names})
-
-    def compile_early(self, kernels: Sequence[Shipped]) -> None:
-        try:
-            compile_kernels(self.driver.compiler, self.info.architecture, kernels, threads=1)
-        except ProxyCCLError as error:
-            _logger.info("kernels are compiled when calls need them: %s", error)
 
     def _load_shipped(self, name: str, kernel: Shipped, compiled_only: bool) -> Kernel:
         source, compiler = shipped_source(*kernel), self.driver.compiler

@@ -99,7 +99,7 @@ class CallIssuer:
         log: called as log((number, name, mark)) for each call outside graph capture. `mark` is the mark at the call's
             end, which is None for most calls on the current stream.
         forget: called after every ADDED_BETWEEN calls with a mark, to forget the calls that have ended.
-        work: makes an empty Work. Its `_call` is then set to the `QueuedCall`, its `_unwaited` and `_watched` to None.
+        work: makes an empty Work. Its `_call` is then set to the `QueuedCall`, its `_unwaited` to None.
         hand_out: called with a call's Work; returns the Work that `issue` returns.
         source: the peer, if the calls are receives from one peer; -1 for other calls.
         blocks: whether even a synchronous call has a Work, and a wait for the Work blocks the CPU until the call has

@@ -19,8 +19,7 @@ typedef struct {
   unsigned long long marks, waited; /* number of calls with a mark, and on the current stream */
 } CallIssuer;
 
-static PyObject *is_here, *async_op, *work_call, *unwaited,
-    *watched; /* the names of attributes as Python strings, made on import */
+static PyObject *is_here, *async_op, *work_call, *unwaited; /* attributes' names as Python strings, made on import */
 
 /* Returns an attribute of torch's options, or NULL if the attribute does not exist. */
 static PyObject* option(PyObject* options, PyObject* name) {
@@ -95,8 +94,7 @@ static PyObject* work_of(CallIssuer* self, PyObject* number, PyObject* name, PyO
   if (call == NULL) return NULL;
   PyObject* mark = proxyccl_mark_end(call);
   PyObject* work = mark == NULL && PyErr_Occurred() != NULL ? NULL : PyObject_CallNoArgs(self->work);
-  if (work != NULL && (PyObject_SetAttr(work, work_call, call) != 0 || PyObject_SetAttr(work, unwaited, Py_None) != 0 ||
-                       PyObject_SetAttr(work, watched, Py_None) != 0))
+  if (work != NULL && (PyObject_SetAttr(work, work_call, call) != 0 || PyObject_SetAttr(work, unwaited, Py_None) != 0))
     Py_CLEAR(work);
   if (work != NULL && !captured && log_call(self, number, name, mark == NULL ? Py_None : mark) != 0) Py_CLEAR(work);
   Py_DECREF(call);
@@ -225,8 +223,7 @@ static int intern_names(void) {
   async_op = PyUnicode_InternFromString("asyncOp");
   work_call = PyUnicode_InternFromString("_call");
   unwaited = PyUnicode_InternFromString("_unwaited");
-  watched = PyUnicode_InternFromString("_watched");
-  return is_here != NULL && async_op != NULL && work_call != NULL && unwaited != NULL && watched != NULL ? 0 : -1;
+  return is_here != NULL && async_op != NULL && work_call != NULL && unwaited != NULL ? 0 : -1;
 }
 
 static int add_types(PyObject* module) {

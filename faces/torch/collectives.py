@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from proxyccl.torch import tensor_collectives as on_tensors
 from proxyccl.torch.issuing import CPU, IssuedCalls, reduce_to, require_rank
-from proxyccl.torch.overlaps import LEAST_BYTES
 from proxyccl.torch.tensor_collectives import in_memory
 from proxyccl.torch.work import JointWork
 from proxyccl.torch_tensors.untraced import untraced
@@ -35,18 +34,15 @@ class Collectives:
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
         (x,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        choice = self.calls.choose("all_reduce", x, _nbytes(x), opts)
-        work = self.calls.in_c(x, x, opts, "reduceOp", choice.name)
-        if work is NotImplemented:
-            (x,) = tensors = in_memory([x])
-            arguments = (x, _op_of(opts), choice.policy)
-            work = self.calls.collective("all_reduce", tensors, (), opts, on_tensors.all_reduce, *arguments)
-        return choice.watch(work)
+        work = self.calls.in_c(x, x, opts, "reduceOp", "all_reduce")
+        if work is not NotImplemented:
+            return work
+        (x,) = tensors = in_memory([x])
+        return self.calls.collective("all_reduce", tensors, (), opts, on_tensors.all_reduce, x, _op_of(opts))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         if _goes_apart(tensors):
-            name = _name_of_short("all_reduce", tensors)
-            return self.calls.joint(self.allreduce, tensors, tensors, opts, "reduceOp", name)
+            return self.calls.joint(self.allreduce, tensors, tensors, opts, "reduceOp", "all_reduce")
         name, tensors = "all_reduce of several tensors", in_memory(tensors)
         function = on_tensors.all_reduce_coalesced
         return self.calls.collective(name, tensors, (), opts, function, tensors, _op_of(opts))
@@ -81,21 +77,18 @@ class Collectives:
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Concatenates the ranks' tensors on every rank. The tensors have the same size."""
-        choice = self.calls.choose("all_gather", output, _nbytes(output), opts)
-        work = self.calls.in_c(x, output, opts, None, choice.name)
-        if work is NotImplemented:
-            output, x = in_memory([output, x])
-            self._require_gathered(output, x)
-            name, arguments = "all_gather_single", (output, x, choice.policy)
-            work = self.calls.collective(name, [output], [x], opts, on_tensors.all_gather, *arguments)
-        return choice.watch(work)
+        work = self.calls.in_c(x, output, opts, None, "all_gather")
+        if work is not NotImplemented:
+            return work
+        output, x = in_memory([output, x])
+        self._require_gathered(output, x)
+        return self.calls.collective("all_gather_single", [output], [x], opts, on_tensors.all_gather, output, x)
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         if _goes_apart(inputs):
-            name = _name_of_short("all_gather", outputs)
-            return self.calls.joint(self.all_gather_single, inputs, outputs, opts, None, name)
+            return self.calls.joint(self.all_gather_single, inputs, outputs, opts, None, "all_gather")
         name, outputs, inputs = "all_gather_single of several tensors", in_memory(outputs), in_memory(inputs)
         for output, x in zip(outputs, inputs, strict=True):
             self._require_gathered(output, x)
@@ -155,20 +148,19 @@ class Collectives:
 
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Reduces a tensor over all ranks; each rank receives its share."""
-        choice = self.calls.choose("reduce_scatter", output, _nbytes(x), opts)
-        work = self.calls.in_c(x, output, opts, "reduceOp", choice.name)
-        if work is NotImplemented:
-            output, x = in_memory([output, x])
-            self._require_share(output, x)
-            name, arguments = "reduce_scatter_single", (output, x, _op_of(opts), choice.policy)
-            work = self.calls.collective(name, [output], [x], opts, on_tensors.reduce_scatter, *arguments)
-        return choice.watch(work)
+        work = self.calls.in_c(x, output, opts, "reduceOp", "reduce_scatter")
+        if work is not NotImplemented:
+            return work
+        output, x = in_memory([output, x])
+        self._require_share(output, x)
+        name, arguments = "reduce_scatter_single", (output, x, _op_of(opts))
+        return self.calls.collective(name, [output], [x], opts, on_tensors.reduce_scatter, *arguments)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         if _goes_apart(inputs):
-            name = _name_of_short("reduce_scatter", inputs)
+            name = "reduce_scatter"
             return self.calls.joint(self.reduce_scatter_single, inputs, outputs, opts, "reduceOp", name)
         name, outputs, inputs = "reduce_scatter_single of several tensors", in_memory(outputs), in_memory(inputs)
         for output, x in zip(outputs, inputs, strict=True):
@@ -190,20 +182,19 @@ class Collectives:
         """Sends `input_splits[i]` rows of a tensor to rank i; without splits, an equal number to each rank."""
         even = not output_splits and not input_splits
         options = ("all_to_all_single", input_splits or "even", output_splits or "even")
-        choice = self.calls.choose("all_to_all", output, _nbytes(x) if even else 0, opts)
         if even:
-            work = self.calls.in_c(x, output, opts, None, choice.name)
+            work = self.calls.in_c(x, output, opts, None, "all_to_all")
         else:
             work = self.calls.exchange_in_c(x, x, output, opts, options)
-        if work is NotImplemented:
-            output, x = in_memory([output, x])
-            _require_dtype(output, x)
-            for tensor, splits in ((output, output_splits), (x, input_splits)):
-                self._require_splits(tensor, splits)
-            function: Any = on_tensors.all_to_all if even else on_tensors.all_to_all_v
-            arguments = (output, x, choice.policy if even else options)
-            work = self.calls.collective("all_to_all_single", [output], [x], opts, function, *arguments)
-        return choice.watch(work)
+        if work is not NotImplemented:
+            return work
+        output, x = in_memory([output, x])
+        _require_dtype(output, x)
+        for tensor, splits in ((output, output_splits), (x, input_splits)):
+            self._require_splits(tensor, splits)
+        function: Any = on_tensors.all_to_all if even else on_tensors.all_to_all_v
+        arguments = (output, x) if even else (output, x, options)
+        return self.calls.collective("all_to_all_single", [output], [x], opts, function, *arguments)
 
     alltoall_base = all_to_all_single
 
@@ -298,17 +289,6 @@ def _goes_apart(tensors: Tensors) -> bool:
         return False
     count = len(tensors)
     return count <= _FEW or sum(x.numel() * x.element_size() for x in tensors) >= count * _LARGE_BYTES
-
-
-def _nbytes(x: torch.Tensor) -> int:
-    return int(x.numel() * x.element_size())
-
-
-def _name_of_short(collective: str, tensors: Tensors) -> str | None:
-    """Returns the name to pass to `IssuedCalls.joint`. If any tensor has LEAST_BYTES or more, returns None, because the
-    ranks then choose a policy for each call.
-    """
-    return collective if all(_nbytes(x) < LEAST_BYTES for x in tensors) else None
 
 
 def _op_of(opts: Any) -> Any:

@@ -20,7 +20,6 @@ from typing import Any
 from msgspec import Struct
 
 import torch
-from proxyccl.channels.collectives.request import CTA_POLICIES, CtaPolicy
 from proxyccl.channels.collectives.tensor_calls import CallInC, TensorCalls
 from proxyccl.device.errors import CommunicatorError
 from proxyccl.device.process import forks
@@ -31,7 +30,6 @@ from proxyccl.torch.errors import raise_as_torch, torch_errors
 from proxyccl.torch.executor import Flow, GroupThreads
 from proxyccl.torch.flight_recorder import profiler_event
 from proxyccl.torch.on_gpu import GroupOnGpu, GroupOnGpus
-from proxyccl.torch.overlaps import CHOICES, LEAST_BYTES, Choice, Overlaps
 from proxyccl.torch.tensor_collectives import PLAIN_OPS, in_memory
 from proxyccl.torch.under_way import UnderWay
 from proxyccl.torch.work import DeviceWork, HostWork, JointWork, TransferWork, Unwaited
@@ -55,8 +53,8 @@ class _InC:
 
     Attributes:
         collectives: issues the collectives that do not consist of transfers. barriers: issues the barriers.
-        named: maps the name of a call, such as "all_gather" or "all_gather, POLICY", to the call's `_Named`. For a
-            reduction, the value is a dict: operator's kind to `_Named`; for a broadcast, root to `_Named`.
+        named: maps the name of a call, such as "all_gather", to the call's `_Named`. For a reduction, the value is a
+            dict: operator's kind to `_Named`; for a broadcast, root to `_Named`.
     """
 
     def __init__(self, calls: TensorCalls, ranks: int, issuer: Callable[..., CallIssuer]) -> None:
@@ -67,21 +65,15 @@ class _InC:
         def named(name: str, **options: Any) -> _Named:
             return name, calls.options(name, **options)
 
-        def reductions(name: str, root: int | None = None, cta_policy: CtaPolicy | None = None) -> dict[int, _Named]:
-            options = {"root": root, "cta_policy": cta_policy}
-            return {kind.value: named(name, op=op, **options) for kind, op in PLAIN_OPS.items()}
+        def reductions(name: str, root: int | None = None) -> dict[int, _Named]:
+            return {kind.value: named(name, op=op, root=root) for kind, op in PLAIN_OPS.items()}
 
         self.named: dict[str, Any] = {
             "broadcast": {root: named("broadcast", root=root) for root in range(ranks)},
-            "barrier": named("barrier"),
             **{reduce_to(root): reductions("reduce", root) for root in range(ranks)},
+            **{name: reductions(name) for name in ("all_reduce", "reduce_scatter")},
+            **{name: named(name) for name in ("all_gather", "all_to_all", "barrier")},
         }
-        for policy in (None, *CTA_POLICIES):
-            suffix = "" if policy is None else f", {policy}"
-            for name in ("all_reduce", "reduce_scatter"):
-                self.named[name + suffix] = reductions(name, cta_policy=policy)
-            for name in ("all_gather", "all_to_all"):
-                self.named[name + suffix] = named(name, cta_policy=policy)
 
     @property
     def exchanges(self) -> CallIssuer | None:
@@ -166,7 +158,6 @@ class IssuedCalls:
         }
         self.threads = GroupThreads(rank, endpoints)
         self.gpus = GroupOnGpus(endpoints.check)
-        self._overlaps: dict[int, Overlaps | None] = {}  # by GPU index; the first long call adds an entry
         self._in_c: dict[int, _InC] = {}  # collectives by GPU index; added once the communicator exists
         self._transferring: dict[tuple[int, int, bool], CallIssuer] = {}  # transfers by GPU index and flow
         self._numbers = itertools.count(1)  # numbers the group's calls
@@ -198,38 +189,6 @@ class IssuedCalls:
         return self._endpoints.members
 
     # -- calls on a GPU that C issues ---
-
-    def choose(self, collective: str, output: torch.Tensor, nbytes: int, opts: Any) -> Choice:
-        """Chooses a call's policy: how many multiprocessors the kernel takes, or that proxies make the call. For a call
-        of LEAST_BYTES or more the ranks agree on one policy. `nbytes` is the size of the larger of input and output.
-        """
-        number = output.get_device()
-        if nbytes < LEAST_BYTES or number < 0:
-            return CHOICES[collective, None]
-        self.require_process()
-        waits = _waits(opts)
-        try:
-            overlaps = self._overlaps[number]
-        except KeyError:
-            if self._is_queued(output.device, waits=waits):
-                return Choice(collective, queued=(nbytes, output.data_ptr))
-            overlaps = self._overlaps[number] = self._overlaps_of(output.device)
-        if overlaps is None:
-            return CHOICES[collective, None]
-        try:
-            policy, watched = overlaps.choose(collective, nbytes, output.data_ptr, waits=waits)
-        except Exception as error:
-            raise_as_torch(error)
-        return CHOICES[collective, policy] if watched is None else Choice(collective, policy, watched)
-
-    def _overlaps_of(self, device: torch.device) -> Overlaps | None:
-        """Makes the `Overlaps` of a GPU, or returns None if the communicator's calls have no choice of policy. The
-        GPU's communicator must exist, and no collective of the GPU may be queued in a thread.
-        """
-        with torch_errors():
-            comm = self._endpoints.of_all(device)
-            calls = comm.tensor_calls
-            return Overlaps(self.gpus.of(device), comm.runtime, calls) if calls.chooses else None
 
     def in_c(self, x: Any, out: Any, opts: Any, attribute: str | None, name: str) -> Any:
         """Makes a call on a GPU by one call into C. If no prepared launch is kept for the call, returns NotImplemented.
@@ -521,15 +480,15 @@ class IssuedCalls:
     # -- coalescing ---
 
     def joint(
-        self, call: Callable[..., Any], xs: Tensors, outs: Tensors, opts: Any, attribute: str | None, name: str | None
+        self, call: Callable[..., Any], xs: Tensors, outs: Tensors, opts: Any, attribute: str | None, name: str
     ) -> Any:
-        """Makes a call for each tensor, and returns one Work for all the calls. If `name` is not None, first tries
-        `in_c` with the arguments from `xs` to `name`. torch's functional collectives pass one tensor.
+        """Makes a call for each tensor, and returns one Work for all the calls. First tries `in_c` with the arguments
+        from `xs` to `name`. torch's functional collectives pass one tensor.
         """
         if len(xs) == 1:
             (x,), (out,) = xs, outs
             return call(*((x,) if out is x else (out, x)), opts)
-        issued = NotImplemented if name is None else self.in_c(xs, outs, opts, attribute, name)
+        issued = self.in_c(xs, outs, opts, attribute, name)
         if issued is not NotImplemented and type(issued) is not tuple:
             return issued
         collected: list[DeviceWork | HostWork | JointWork] = []
@@ -547,7 +506,6 @@ class IssuedCalls:
     def close(self) -> None:
         """Gives the streams back for use by other groups, after the communicators were closed."""
         self._in_c.clear()
-        self._overlaps.clear()
         self._transferring.clear()
         self.gpus.close()
 

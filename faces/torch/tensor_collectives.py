@@ -6,12 +6,11 @@ Tensors need not be contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.communicator import Communicator
 from proxyccl.device.arrays.dtypes import reduction_dtypes
 from proxyccl.device.arrays.libraries import require_tensor_memory
@@ -22,8 +21,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 Tensors = Sequence[torch.Tensor]
 Transfers = tuple[str, Any, Any]
 """The options of a call that consists of transfers, as `FlowCalls.call` (_calls.pyi) takes them."""
-Policy = Callable[[Communicator], CtaPolicy | None]
-"""A function that returns the policy of a call that is being issued, or None if the communicator decides."""
 
 # -- tensors as flat, contiguous memory, and back ---
 
@@ -188,26 +185,22 @@ def _names(kinds: Any) -> str:
 # -- collectives ---
 
 
-def _usual(_: Communicator) -> None:
-    """The default `Policy`, which lets the communicator decide."""
+def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
+    _reduce_all(comm, "all_reduce", tensor, tensor, op)
 
 
-def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any, policy: Policy = _usual) -> None:
-    _reduce_all(comm, "all_reduce", tensor, tensor, op, policy)
+def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op: Any) -> None:
+    _reduce_all(comm, "reduce_scatter", output, x, op)
 
 
-def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op: Any, policy: Policy = _usual) -> None:
-    _reduce_all(comm, "reduce_scatter", output, x, op, policy)
-
-
-def _reduce_all(comm: Communicator, name: str, output: torch.Tensor, x: torch.Tensor, op: Any, policy: Policy) -> None:
+def _reduce_all(comm: Communicator, name: str, output: torch.Tensor, x: torch.Tensor, op: Any) -> None:
     plain, calls = plain_op(op, x.dtype), comm.tensor_calls
     if plain is not None and is_plain(x) and (output is x or is_plain(output)):
-        calls.make(calls.options(name, plain, cta_policy=policy(comm)), x, output)
+        calls.make(calls.options(name, plain), x, output)
         return
     how, result = reduction(op, x.dtype), flat(output)
     given = how.given(result, into=result) if output is x else how.given(flat(x))
-    calls.make(calls.options(name, how.op, cta_policy=policy(comm)), how.of(given), how.of(result))
+    calls.make(calls.options(name, how.op), how.of(given), how.of(result))
     put_back(output, result)
 
 
@@ -243,14 +236,14 @@ def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> None:
     _move(comm, "broadcast", tensor, tensor, root=root)
 
 
-def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: Policy = _usual) -> None:
+def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> None:
     """Concatenates the ranks' tensors on every rank. The tensors have the same size."""
-    _move(comm, "all_gather", output, x, cta_policy=policy(comm))
+    _move(comm, "all_gather", output, x)
 
 
-def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: Policy = _usual) -> None:
+def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> None:
     """Sends the i-th share of each rank's tensor to rank i."""
-    _move(comm, "all_to_all", output, x, cta_policy=policy(comm))
+    _move(comm, "all_to_all", output, x)
 
 
 def _move(comm: Communicator, name: str, output: torch.Tensor, x: torch.Tensor, **options: Any) -> None:

@@ -18,7 +18,6 @@ from proxyccl.device.process import forks
 from proxyccl.torch._device_calls import QueuedCall, StreamMark
 from proxyccl.torch.errors import as_torch_error, raise_as_torch, torch_errors
 from proxyccl.torch.executor import Executor
-from proxyccl.torch.overlaps import Watched
 from proxyccl.torch.wrapped_work import registered
 from proxyccl.torch_tensors.untraced import untraced
 
@@ -210,21 +209,15 @@ class DeviceWork(_KeptWork):
     so that `CallIssuer` can make a Work in C.
     """
 
-    __slots__ = ("_call", "_watched")
+    __slots__ = ("_call",)
     _call: QueuedCall
-    _watched: Watched | None
 
     @classmethod
     def of(cls, call: QueuedCall) -> Self:
         work = cls()
         work._call = call
-        work._unwaited = work._watched = None
+        work._unwaited = None
         return work
-
-    def watch(self, watched: Watched) -> None:
-        """Makes `watched` measure how long the program's stream works before the program waits for the call."""
-        watched.issued(self._call.stream)
-        self._watched = watched
 
     def raise_failure(self) -> None:
         """If an error prevented the call from being queued, raises this error."""
@@ -241,9 +234,6 @@ class DeviceWork(_KeptWork):
             self._unwaited.forget(self)
         call = self._call
         try:
-            if self._watched is not None:
-                self._watched.waits()
-                self._watched = None
             if timeout is not _NO_LIMIT and timeout > _NO_LIMIT:
                 self._wait_on_host(time.monotonic() + timeout.total_seconds(), timeout)
             elif call.blocks:
@@ -292,9 +282,6 @@ class DeviceWork(_KeptWork):
         """Returns a future of the call's result. During its callbacks, the current stream waits for the call."""
         call = self._call
         with _futures:
-            if self._watched is not None:
-                self._watched.continues()
-                self._watched = None
             if call.future is not None:
                 return call.future
             future = call.future = torch.futures.Future(devices=[call.gpu.owner.device])

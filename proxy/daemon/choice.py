@@ -71,12 +71,6 @@ class ChosenDaemon(DaemonAddress):
             return
         self._early = early
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `connect` would return without waiting for the thread of `begin`."""
-        early = self._early
-        return early is None or early.done()
-
     def drop(self) -> None:
         """Closes the unused connection of `begin`, as soon as `begin`'s thread has made it. Does not wait."""
         self._dropped = True

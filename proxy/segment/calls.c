@@ -61,17 +61,6 @@ static void count_call(ProxycclCallCount *counts, uint64_t collective) {
   ++counts[PROXYCCL_CALL_KINDS].calls;
 }
 
-uint32_t proxyccl_calls_choose(const ProxycclCallers *callers, uint32_t wish) {
-  const uint64_t number = callers->sequence + 1;
-  uint64_t *const place = &callers->choices[number % PROXYCCL_CALL_CHOICES];
-  uint64_t made = __atomic_load_n(place, __ATOMIC_RELAXED); /* relaxed: no other data depends on a choice */
-  while (made / PROXYCCL_CALL_WAYS < number) {
-    const uint64_t own = number * PROXYCCL_CALL_WAYS + wish;
-    if (__atomic_compare_exchange_n(place, &made, own, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return wish;
-  }
-  return made / PROXYCCL_CALL_WAYS == number ? (uint32_t)(made % PROXYCCL_CALL_WAYS) : wish;
-}
-
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
   if (abort_is_up(callers->control)) return PROXYCCL_CALL_ABORTED;
   const uint64_t sequence = ++callers->sequence, slot = sequence % PROXYCCL_CALL_LOG_ENTRIES;

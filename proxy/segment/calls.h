@@ -21,10 +21,6 @@ enum { PROXYCCL_CALL_LOG_ENTRIES = 256, PROXYCCL_CALL_FIELDS = 7, PROXYCCL_CALL_
 /* The number of collectives and execution plans that are counted separately, a power of two. All other collectives and
  * plans share one count. */
 enum { PROXYCCL_CALL_KINDS = 64 };
-/* The number of calls whose choices are kept (proxyccl_calls_choose). Drivers' queues are shorter, so no rank is this
- * many calls ahead of another rank. */
-enum { PROXYCCL_CALL_CHOICES = 1024 };
-enum { PROXYCCL_CALL_WAYS = 4 }; /* maximum number of a call's implementations; all ranks must choose the same */
 
 /* The fields of a call, which must be equal on all ranks. channels/segment/calls.py names them. */
 typedef struct ProxycclCall {
@@ -49,8 +45,6 @@ typedef struct ProxycclCallers {
   ProxycclCallEntry *own;
   ProxycclCallCount *counts; /* PROXYCCL_CALL_KINDS counts, then the count of all further collectives */
   const ProxycclCallEntry *const *peers;
-  uint64_t *choices; /* PROXYCCL_CALL_CHOICES words that all ranks map, zeroed at first; each holds a call's number and
-                        the implementation chosen for it */
   uint32_t peer_count;
   uint64_t sequence;                /* number of calls that this rank has made */
   uint64_t history;                 /* a digest of this rank's calls */
@@ -70,10 +64,6 @@ void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_
 /* Reads call number `sequence` from a log. Returns 1 if the log has the call, otherwise 0. Any thread may call this
  * function. */
 int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call);
-/* Returns the implementation (below PROXYCCL_CALL_WAYS) of this rank's next call: the `wish` of the first rank that
- * called this function for the call. A rank that is PROXYCCL_CALL_CHOICES calls behind gets its own wish; if the other
- * ranks have another implementation, proxyccl_calls_agree detects the difference. */
-uint32_t proxyccl_calls_choose(const ProxycclCallers *callers, uint32_t wish);
 /* Logs a call, and compares the call with the peers' calls of the same number. Returns 0 or a negative PROXYCCL_CALL_
  * status. */
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);

@@ -592,25 +592,6 @@ def test_a_call_wakes_the_peers_that_must_map_its_memory(monkeypatch: pytest.Mon
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("follows", ["wait", "call", "end"])
-def test_a_thread_may_connect_a_rank_before_its_first_call(follows: str) -> None:
-    """A call by proxy, or the communicator's end, may follow while the thread still runs."""
-
-    def body(comm: Communicator) -> None:
-        links = comm.group.links
-        wait_for(lambda: links.proxy_is_ready, "the proxies' process has started")
-        links.connect_early()
-        if follows == "wait":
-            wait_for(links.connect_early, "the thread has connected the rank")
-        if follows != "end":
-            x = on_device(comm, np.ones(8, np.float32))
-            comm.all_reduce(x, algorithm="proxy")
-            comm.synchronize()
-            assert (on_host(x) == 2).all()
-
-    run_ranks(2, body)
-
-
 @pytest.mark.slow
 @NO_PROXY
 @pytest.mark.hip_full

@@ -15,7 +15,7 @@ import pytest
 
 from proxyccl import ArgumentError, Array, Communicator
 from proxyccl.channels import lent_memory
-from proxyccl.channels.calls._calls import LEAST_LENT_BYTES
+from proxyccl.channels.calls._calls import LEAST_LENT_BYTES, RECEIVED_BY_PROXIES
 from proxyccl.channels.collectives.request import CtaPolicy
 from support.cases.memory import registered, room_for
 from support.cases.reference import Call
@@ -209,7 +209,10 @@ def test_calls_by_proxy_use_it_when_peers_have_added_it(ranks: Ranks) -> None:
         gather(comm, 1, source, comm.empty(CALL.count * comm.world_size, CALL.dtype), "proxy")  # makes the proxies
         target = memory.array(CALL.dtype)
         lend(comm, source, target)
-        received = comm.group.lent_memory.is_received_in
+
+        def received(ptr: int, nbytes: int) -> bool:
+            return bool(comm.group.launches.calls.reach_of(ptr, nbytes) & RECEIVED_BY_PROXIES)
+
         wait_for(lambda: received(target.ptr, target.nbytes), "the peers' proxies have it")
         assert received(target.ptr + 4096, CALL.count), "the whole allocation is lent"
         stages = {side: len(made) for side, made in comm.collectives.by_proxy().memories._stages.items()}
@@ -370,9 +373,7 @@ def _require_limit(comm: Communicator, limit: int) -> None:
         ("reduce_scatter", "zero", "input"),  # with this policy proxies send from the input array
     ],
 )
-def test_calls_of_tensors_lend_what_peers_touch(
-    ranks: Ranks, collective: str, policy: CtaPolicy | None, lent: str
-) -> None:
+def test_calls_of_tensors_lend_what_peers_touch(collective: str, policy: CtaPolicy | None, lent: str) -> None:
     op = None if collective == "all_gather" else "sum"
 
     def body(comm: Communicator) -> None:
@@ -382,7 +383,7 @@ def test_calls_of_tensors_lend_what_peers_touch(
         source, target = (memory.array(CALL.dtype) for memory in memories)
 
         def found() -> list[bool]:
-            meet(comm, source, target, OFTEN, collective, op=op, cta_policy=policy)
+            meet(comm, source, target, OFTEN, collective, op=op)
             return [comm.group.symmetric.find(memory.ptr, memory.nbytes) is not None for memory in memories]
 
         if lent:
@@ -392,51 +393,5 @@ def test_calls_of_tensors_lend_what_peers_touch(
             assert found() == [lent == "input", lent == "output"]
         withdrawn(comm, *memories)
 
-    ranks.run(body)
-
-
-def test_gathers_go_by_proxy_once_peers_proxies_have_the_output() -> None:
-    """Ranks gather by proxy while rank 0's program computes, and by kernels after the owner has freed the output."""
-    call = replace(CALL, count=1 << 21)  # of 16 MiB
-
-    def body(comm: Communicator) -> None:
-        calls, rank = comm.tensor_calls, comm.rank
-        source, memory = comm.empty(call.count, call.dtype), memory_for(comm, 2 * ROOM, call)
-        target = memory.array(call.dtype)
-        found = []
-
-        def turn(*, beside: bool) -> None:
-            policy = calls.choose_policy(
-                "all_gather", target.nbytes, beside=beside, late=beside, output=lambda: target.ptr
-            )
-            found.append(policy == "zero")
-            gather(comm, len(found), source, target, "proxy" if found[-1] else None, call)
-
-        turn(beside=False)
-        assert comm.collectives.made_by_proxy is None, "nobody needs it"
-
-        def proxies_are_needed() -> bool:
-            turn(beside=rank == 0)
-            return comm.collectives.made_by_proxy is not None
-
-        wait_for(proxies_are_needed, "rank 0 is connected to its proxy")
-        turn(beside=True)
-        assert not any(found)
-        lend(comm, source, target)
-        wait_for(lambda: comm.group.lent_memory.is_received_in(target.ptr, target.nbytes), "peers' proxies have it")
-        comm.all_gather_bytes(b"")
-        for _ in range(6):
-            turn(beside=True)
-        assert found[-1]
-        turn(beside=False)
-        assert not found[-1]
-        everyone = [list(each) for each in comm.all_gather_bytes(bytes(found))]
-        assert everyone == [everyone[0]] * comm.world_size
-        withdrawn(comm, memory)
-        assert (
-            calls.choose_policy("all_gather", memory.nbytes, beside=True, late=True, output=lambda: memory.ptr)
-            == "efficiency"
-        )
-
-    with Ranks(2) as ranks:
+    with Ranks(2, cta_policy=policy) as ranks:
         ranks.run(body)

@@ -199,11 +199,11 @@ def test_the_ranks_start_it_before_they_use_it() -> None:
         assert all_reduce(comm) == 3.0
         return {early, daemon_of(comm)}
 
-    assert len(set.union(*run_ranks(2, body, proxy="process"))) == 1
+    assert len(set.union(*run_ranks(2, body, proxy="process", cta_policy="zero"))) == 1
 
 
 def test_one_that_nobody_used_ends_with_the_communicator() -> None:
-    (daemon,) = set(run_ranks(2, started, proxy="process"))
+    (daemon,) = set(run_ranks(2, started, proxy="process", cta_policy="zero"))
     wait_for_end(daemon)
 
 
@@ -218,7 +218,7 @@ def test_a_communicator_that_is_closed_at_once_waits_for_nothing_and_leaves_noth
         launch(listener, options, timeout)
 
     monkeypatch.setattr(job, "_launch", slow)
-    (name,) = set(run_ranks(2, lambda comm: comm.group.links.place.job_daemon, proxy="process"))
+    (name,) = set(run_ranks(2, lambda comm: comm.group.links.place.job_daemon, proxy="process", cta_policy="zero"))
     closed.set()
     wait_for(lambda: name in job._served, "the rank that starts it is served")
     wait_for_end(job._served[name][0])
@@ -234,7 +234,7 @@ def test_one_that_is_lost_before_its_first_use_is_started_again() -> None:
         assert all_reduce(comm) == 3.0
         return {early, daemon_of(comm)}
 
-    assert len(set.union(*run_ranks(2, body, proxy="process"))) == 2
+    assert len(set.union(*run_ranks(2, body, proxy="process", cta_policy="zero"))) == 2
 
 
 def test_one_whose_starter_has_ended_waits_for_nobody() -> None:

@@ -22,8 +22,6 @@ PROGRAM = Path(__file__).parent / "programs" / "on_gpus.py"
         "again",
         "capture",
         "priority",
-        "overlapped",
-        "gathers",
         "transfers",
         "ring",
         "memory",

@@ -15,14 +15,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from proxyccl.channels.calls._calls import RECEIVED_BY_PROXIES
 from proxyccl.device.arrays.array import as_view
 from proxyccl.torch import on_gpu  # importing the package registers the backend, as torch before 2.15 needs
 
-COUNT = 1 << 22  # 16 MiB of float32: the backend may make calls of this size by proxy
-CYCLES = 50_000_000
-"""GPU cycles for which `torch.cuda._sleep` keeps a GPU busy longer than any call takes, even if two ranks share it."""
-LATE_SECONDS = 0.003
-"""Longer than the time after which the backend considers a GPU late that has not finished its queued work."""
+COUNT = 1 << 22  # 16 MiB of float32
 
 
 def streams(device: torch.device) -> None:
@@ -130,49 +127,6 @@ def priority(device: torch.device) -> None:
     assert sorted(cu.cuGraphKernelNodeGetAttribute(node, attribute)[1].priority for node in kernels) == [highest, 0]
 
 
-def is_last_by_proxy(device: torch.device) -> bool:
-    """Returns whether proxies made the group's latest call."""
-    ((_, call),) = dist.group.WORLD._get_backend(device).endpoints.of_all(device).group.launches.recent_calls(1)
-    return "zero" in call["algorithm"]
-
-
-def make_late() -> None:
-    """Keeps the current stream busy, and waits until the backend considers the GPU late."""
-    torch.cuda._sleep(CYCLES)
-    time.sleep(LATE_SECONDS)
-
-
-def overlapped(device: torch.device) -> None:
-    """Checks that long reductions go by proxy if the program computed during earlier reductions and the GPU is late
-    with the program's work, else by kernels.
-    """
-    x = torch.empty(COUNT, device=device)
-
-    def is_by_proxy(*, beside: bool) -> bool:
-        for _ in range(2):
-            x.fill_(1)
-            if beside:
-                torch.cuda._sleep(CYCLES)
-            work = dist.all_reduce(x, async_op=True)
-            if beside:
-                make_late()
-            work.wait()
-            if not beside:
-                torch.cuda.synchronize()
-        assert (x == dist.get_world_size()).all()
-        return is_last_by_proxy(device)
-
-    assert not is_by_proxy(beside=False)
-    assert any(is_by_proxy(beside=True) for _ in range(40))
-    assert any(not is_by_proxy(beside=False) for _ in range(120))
-    for turn in range(12):  # ranks pass different values of `async_op`
-        x.fill_(1)
-        work = dist.all_reduce(x, async_op=(dist.get_rank() + turn // 2) % 2 == 0)
-        if work is not None:
-            work.wait()
-        assert (x == dist.get_world_size()).all()
-
-
 def call_until(call: Callable[[], None], is_ready: Callable[[], bool], device: torch.device) -> None:
     """Makes calls until `is_ready` is true on all ranks. Peers get access to a tensor's memory only after many calls in
     a short time.
@@ -184,36 +138,6 @@ def call_until(call: Callable[[], None], is_ready: Callable[[], bool], device: t
             call()
         ready.fill_(is_ready())
         dist.all_reduce(ready, dist.ReduceOp.MIN)
-
-
-def gathers(device: torch.device) -> None:
-    """Checks long gathers on another stream while the default stream is busy: the proxies move the data if peers have
-    access to the outputs of all ranks, otherwise kernels do.
-    """
-    rank, ranks, side = dist.get_rank(), dist.get_world_size(), torch.cuda.Stream(device)
-    out = torch.empty(ranks * COUNT, device=device)
-    own = out.view(ranks, COUNT)[rank]
-
-    def gather(turn: int, stream: torch.cuda.Stream) -> None:
-        if stream is side:
-            make_late()
-        with torch.cuda.stream(stream):
-            own.fill_(rank + turn)
-            dist.all_gather_into_tensor(out, own)
-            assert (out.view(ranks, COUNT)[:, 7] == torch.arange(ranks, device=device) + turn).all()
-        stream.synchronize()
-
-    def is_by_proxy(stream: torch.cuda.Stream) -> bool:
-        for turn in range(4):
-            gather(turn, stream)
-        return is_last_by_proxy(device)
-
-    group = dist.group.WORLD._get_backend(device).endpoints.of_all(device).group
-    current, lent = torch.cuda.current_stream(device), group.lent_memory
-    call_until(lambda: gather(0, side), lambda: lent.is_received_in(out.data_ptr(), out.nbytes), device)
-    assert [is_by_proxy(stream) for stream in (side, current, side)] == [True, False, True]
-    for turn in range(12):
-        gather(turn, side if (rank + turn // 2) % 2 else current)
 
 
 def transfers(device: torch.device) -> None:
@@ -286,27 +210,25 @@ def gather_into_lent(device: torch.device, turn: int) -> tuple[int, int]:
     Returns the tensor's size and the device memory that is free while the tensor exists, in bytes.
     """
     ranks, count = dist.get_world_size(), 8 << 20  # 32 MiB per rank
-    group = dist.group.WORLD._get_backend(device).endpoints.of_all(device).group
-    x, side = torch.full((count,), float(dist.get_rank() + turn), device=device), torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
+    comm = dist.group.WORLD._get_backend(device).endpoints.of_all(device)
+    reach_of = comm.group.launches.calls.reach_of
+    x = torch.full((count,), float(dist.get_rank() + turn), device=device)
     out = torch.empty(ranks * count, device=device)
     view = as_view(out, "out")
 
-    def gather() -> None:
+    def gather(*, by_proxy: bool = False) -> None:
         out.fill_(-1)
-        dist.all_gather_into_tensor(out, x)
+        if by_proxy:
+            comm.all_gather(x, out=out, algorithm="proxy")
+        else:
+            dist.all_gather_into_tensor(out, x)
         assert (out.view(ranks, count)[:, 9] == torch.arange(ranks, device=device) + turn).all()
 
-    def gather_on_side() -> None:
-        make_late()
-        with torch.cuda.stream(side):
-            gather()
-
-    call_until(gather, lambda: bool(group.launches.calls.reach_of(view.ptr, view.nbytes) & 1), device)
+    call_until(gather, lambda: bool(reach_of(view.ptr, view.nbytes) & 1), device)
     gather()
-    torch.cuda.synchronize()
-    call_until(gather_on_side, lambda: group.lent_memory.is_received_in(view.ptr, view.nbytes), device)
-    gather_on_side()
+    gather(by_proxy=True)
+    call_until(gather, lambda: bool(reach_of(view.ptr, view.nbytes) & RECEIVED_BY_PROXIES), device)
+    gather(by_proxy=True)
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
@@ -328,7 +250,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:proxyccl" if case == "mixed" else "proxyccl", timeout=timedelta(seconds=60))
-    cases = (streams, again, capture, priority, overlapped, gathers, transfers, ring, memory, lent, mixed)
+    cases = (streams, again, capture, priority, transfers, ring, memory, lent, mixed)
     {each.__name__: each for each in cases}[case](device)
     torch.cuda.synchronize()
     dist.barrier()
