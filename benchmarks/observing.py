@@ -131,7 +131,10 @@ class Alone:
         entry = self._connection, semaphore, words.flushed, words.completed, ffi.new("ProxycclSignals *")[0]
         lib.proxyccl_service_set_channel(self._service, 0, *entry)
         self._observed.place_channel(0, 0, 0, 0)
-        lib.proxyccl_service_set_memory(self._service, 0, ffi.cast("char *", buffer.ptr), buffer.nbytes, 0, 0, ffi.NULL)
+        keys = ffi.new("uint64_t[]", lib.PROXYCCL_RAILS)
+        lib.proxyccl_service_set_memory(
+            self._service, 0, ffi.cast("char *", buffer.ptr), buffer.nbytes, keys, 0, ffi.NULL
+        )
         self._info = ffi.new("ProxycclExitInfo *")
         self._published = publications.publish(
             Publication.of_this_process(

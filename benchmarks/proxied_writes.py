@@ -73,8 +73,8 @@ class ProxiedWrites:
         connection = service.connect(transport, options)
         self._channel = service.reserve_channel(connection)
         service.set_channel(self._channel, connection, destination.address)
-        self._source = service.add_memory(source.address, source.nbytes, source.key)
-        self._destination = service.add_remote_memory(destination.address, destination.nbytes, destination.key)
+        self._source = service.add_memory(source.address, source.nbytes, [source.key])
+        self._destination = service.add_remote_memory(destination.address, destination.nbytes, [destination.key])
         self._fifo = service.fifo_for(self._channel)
         self._flushed = ffi.cast("uint64_t *", service.flushed_pointer(self._channel))
         self._pushed = 0

@@ -27,7 +27,7 @@ from proxyccl.device.memory.handle_kinds import NOT_PASSED, passes_namespaces
 from proxyccl.device.process import forks
 from proxyccl.device.runtime import Memory
 from proxyccl.proxy.codec import Codec, Message, Uint32, Uint64
-from proxyccl.proxy.interface import ExposedMemory
+from proxyccl.proxy.interface import ExposedMemory, Keys
 from proxyccl.proxy.tables import windows_of
 from proxyccl.proxy.transports.table import TRANSPORTS
 from proxyccl.proxy.trigger import MAX_MEMORIES
@@ -44,8 +44,8 @@ class _Offer(Message, frozen=True):
     nbytes: Uint64
     handle: bytes  # the handle by which ranks of the same host map the memory; empty if the memory can't be shared
     unshared_reason: str  # the reason why the memory can't be shared; empty if it can, or has no bytes
-    # By remote transport, the address and the key by which peers access the memory.
-    exposed: dict[str, tuple[Uint64, Uint64]]
+    # By remote transport, the address and the keys by which peers access the memory.
+    exposed: dict[str, tuple[Uint64, Keys]]
     unsupported_reasons: dict[str, str]  # by remote transport, the reason why the transport can't access the memory
 
 
@@ -179,7 +179,7 @@ class RegisteredMemory:
                 except ProxyCCLError as error:
                     unsupported_reasons[transport] = str(error)
             announced = group.symmetric.announce(view.ptr, view.nbytes) if symmetric else None
-            named = {transport: (memory.address, memory.key) for transport, memory in exposed.items()}
+            named = {transport: (memory.address, memory.keys) for transport, memory in exposed.items()}
             offer = _Offer(view.nbytes, handle, unshared_reason, named, unsupported_reasons)
             memory = cls(group, view, group.exchange.all_gather(offer, _OFFER, "register"), exposed, announced)
             undo.pop_all()
@@ -249,7 +249,7 @@ class RegisteredMemory:
         self._require_open()
         if self._id is None:
             handle = functools.partial(self._handle, self._group.rank)
-            self._id = self._group.links.proxy.add_memory(self.ptr, self.nbytes, self._key, handle=handle)
+            self._id = self._group.links.proxy.add_memory(self.ptr, self.nbytes, self._keys, handle=handle)
         return self._id
 
     def require_shared(self, argument: str) -> None:
@@ -266,9 +266,10 @@ class RegisteredMemory:
         return bool(self.nbytes) and not self._offers[self._group.rank].handle
 
     @property
-    def _key(self) -> int:
-        """The local key for `id`: the key of the first transport that has a key and uses the range's local address."""
-        return next((memory.local_key for memory in self._exposed.values() if memory.copied and memory.local_key), 0)
+    def _keys(self) -> Keys:
+        """The local keys for `id`: those of the first transport that has keys and uses the range's local address."""
+        exposed = self._exposed.values()
+        return next((memory.local_keys for memory in exposed if memory.copied and any(memory.local_keys)), ())
 
     def source_id(self, peer: int) -> int:
         """Returns the memory id of the first 4 GiB of this rank's range, for triggers to a peer. The result is `id`,
@@ -278,16 +279,16 @@ class RegisteredMemory:
             return self.id
         transport = self._group.links.transport(peer)
         memory = self._exposed.get(transport)
-        if memory is None or (memory.copied and memory.local_key in (0, self._key)):
+        if memory is None or (memory.copied and (memory.local_keys == self._keys or not any(memory.local_keys))):
             return self.id
         self._require_open()
         if transport not in self._transport_ids:
             proxy = self._group.links.proxy
             if memory.copied:
                 handle = functools.partial(self._handle, self._group.rank)
-                first = proxy.add_memory(self.ptr, self.nbytes, memory.local_key, handle=handle)
+                first = proxy.add_memory(self.ptr, self.nbytes, memory.local_keys, handle=handle)
             else:
-                first = proxy.add_remote_memory(memory.address, self.nbytes, memory.local_key)
+                first = proxy.add_remote_memory(memory.address, self.nbytes, memory.local_keys)
             self._transport_ids[transport] = first
         return self._transport_ids[transport]
 
@@ -321,8 +322,8 @@ class RegisteredMemory:
             reason = self._offers[rank].unsupported_reasons.get(transport)
             if reason:
                 raise ArgumentError("memory", remote.refusal.format(rank=rank, reason=reason))
-        address, key = offer.exposed.get(transport, (0, 0))  # empty memory has no address and no key
-        return proxy.add_remote_memory(address, offer.nbytes, key)
+        address, keys = offer.exposed.get(transport, (0, ()))  # empty memory has no address and no keys
+        return proxy.add_remote_memory(address, offer.nbytes, keys)
 
     def peer_ptr(self, peer: int) -> int:
         """Returns the address at which this rank's kernels access a peer's range.

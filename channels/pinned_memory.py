@@ -5,11 +5,12 @@ from __future__ import annotations
 from proxyccl.channels.group import Group
 from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy.codec import Codec, Uint64
+from proxyccl.proxy.interface import Keys
 from proxyccl.proxy.transports.table import TRANSPORTS
 
-_Offer = tuple[bytes, dict[str, tuple[Uint64, Uint64]]]
+_Offer = tuple[bytes, dict[str, tuple[Uint64, Keys]]]
 """A rank's memory: the handle by which ranks of the same host map the memory, and for each remote transport the address
-and the key by which peers access the memory.
+and the keys by which peers access the memory.
 """
 _OFFER = Codec[_Offer](_Offer, 64 << 10, name="pinned memory offer")
 
@@ -30,7 +31,7 @@ class PinnedRange:
         self.ptr, self.nbytes = self._memory.ptr, nbytes
         transports = self._remote.transports
         self._exposed = {name: self._remote.context.expose_pinned(self._memory, name) for name in transports}
-        exposed = {name: (memory.address, memory.key) for name, memory in self._exposed.items()}
+        exposed = {name: (memory.address, memory.keys) for name, memory in self._exposed.items()}
         self._offers = group.exchange.all_gather((self._memory.handle, exposed), _OFFER, "pinned memory")
         self._opened: list[PinnedMemory] = []
         self._own_id: int | None = None
@@ -56,8 +57,8 @@ class PinnedRange:
         group, (handle, exposed) = self._group, self._offers[peer]
         transport = group.links.transport(peer)
         if TRANSPORTS[transport].is_remote:
-            address, key = exposed[transport]
-            return group.links.proxy.add_remote_memory(address, self.nbytes, key)
+            address, keys = exposed[transport]
+            return group.links.proxy.add_remote_memory(address, self.nbytes, keys)
         with group.mapping_of(peer):
             self._opened.append(group.runtime.open_pinned(handle))
         return group.links.proxy.add_pinned_memory(self._opened[-1])

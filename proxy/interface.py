@@ -7,9 +7,10 @@ import warnings
 from collections.abc import Callable
 from typing import Annotated, Any, Self, TypeAlias
 
-from msgspec import Meta
+from msgspec import Meta, structs
 from msgspec.structs import replace
 
+from proxyccl.proxy._engine import lib
 from proxyccl.proxy.codec import Message, Uint32, Uint64
 from proxyccl.proxy.trigger import Trigger
 
@@ -78,12 +79,18 @@ class ProxyFailure(Message, frozen=True):
         return Trigger.decode(*self.words) if self.words is not None else None
 
 
+Keys = Annotated[tuple[Uint64, ...], Meta(max_length=lib.PROXYCCL_RAILS)]
+"""The keys of a memory on each of a rank's network adapters, in the adapters' order."""
+
+
 class EndpointWire(Message, frozen=True):
     """A link of a connection in addition to the connection's first link. See `EndpointInfo` for the fields."""
 
     endpoint: bytes
     rkey: Uint64
     area: Uint64
+    mail_rkey: Uint64 = 0
+    spare: bytes = b""
 
 
 class EndpointInfo(Message, frozen=True):
@@ -92,15 +99,21 @@ class EndpointInfo(Message, frozen=True):
     endpoint: bytes  # the endpoint's address, encoded by its transport (for a queue pair an `EndpointAddress`)
     segment: Uint64  # address of the rank's control segment in requests of the peer's device
     rkey: Uint64  # remote key of the control segment or, if data is staged, of the staging area
-    area: Uint64 = 0  # address of the staging area in requests of the peer's device
+    # Address of the staging area in requests of the peer's device or, with several adapters, of the memory in which the
+    # peer reports a failed adapter.
+    area: Uint64 = 0
     ring_bytes: Uint64 = 0  # bytes of each ring in the staging area; 0 if data is not staged
     # The rank's additional links, over other adapters or for staged data; the connection uses as many links as both
     # ranks offer.
     more: tuple[EndpointWire, ...] = ()
+    mail_rkey: Uint64 = 0  # with several adapters, remote key of `area`
+    # If data is staged over several adapters: address of the endpoint, on the next adapter, that serves this link after
+    # a failure of this adapter.
+    spare: bytes = b""
 
     def wires(self) -> list[EndpointInfo]:
         """Returns one `EndpointInfo` for each link of the connection."""
-        others = [replace(self, endpoint=each.endpoint, rkey=each.rkey, area=each.area) for each in self.more]
+        others = (replace(self, **structs.asdict(each)) for each in self.more)
         return [replace(each, more=()) for each in (self, *others)]
 
 
@@ -109,8 +122,8 @@ class ExposedMemory(Message, frozen=True):
 
     transport: str  # the transport's name
     address: Uint64  # address of the memory's first byte in peers' requests
-    key: Uint64  # key of the memory in peers' requests: a remote key, or the number of a target
-    local_key: Uint64  # key of the memory in this rank's requests; 0 if data is staged
+    keys: Keys  # keys of the memory in peers' requests: remote keys, or the number of a target
+    local_keys: Keys  # keys of the memory in this rank's requests; () if data is staged
     copied: bool  # whether the proxy also uses `address` for copies within the host
     owner: Any  # the state that `withdraw` needs
 

@@ -37,19 +37,25 @@ class Registration:
     # The address of the range's first byte in peers' requests. This address equals `ptr` unless the memory is a DMA-BUF
     # or the provider takes offsets instead of addresses.
     address: int
-    key: int  # key for peers' requests; memory that is registered with two adapters has the keys of both (`rail_key`)
-    local_key: int  # key for this rank's own requests, of one or two adapters; 0 if libfabric's provider needs no key
+    key: int  # key for peers' requests, by the first adapter
+    local_key: int  # key for this rank's own requests, by the first adapter; 0 if libfabric's provider needs no key
     # Identifies the range's allocation among all others; None if the range stays registered only while in use.
     allocation: Hashable = None
     # For RDMA, how the memory is registered: "host", "peer memory" (the device takes the GPU's address itself) or
     # "dma-buf".
     how: str = ""
     region: Any = field(default=None, compare=False, repr=False)  # pyverbs' memory region, or the address of a fid_mr
+    rails: tuple[Registration, ...] = ()  # the registrations with each of several adapters; () with one adapter
 
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """The keys for peers' requests, by adapter."""
+        return tuple(each.key for each in self.rails or (self,))
 
-def rail_key(keys: int, rail: int) -> int:
-    """Returns a rail's key of 32 bits from the keys of all rails (rails_transport.h)."""
-    return keys >> 32 * rail & 0xFFFFFFFF
+    @property
+    def local_keys(self) -> tuple[int, ...]:
+        """The keys for this rank's own requests, by adapter."""
+        return tuple(each.local_key for each in self.rails or (self,))
 
 
 class RegistrationCache:
@@ -127,9 +133,7 @@ class RegistrationCache:
 
 
 class RailRegistrations(RegistrationCache):
-    """A `RegistrationCache` for a rank with several adapters, which registers each range with all of them. A range's
-    key consists of the adapters' keys, of 32 bits each (`rail_key`).
-    """
+    """A `RegistrationCache` for a rank with several adapters, which registers each range with all of them."""
 
     def __init__(self, rails: Sequence[RegistrationCache]) -> None:
         super().__init__()
@@ -158,15 +162,11 @@ class RailRegistrations(RegistrationCache):
                     raise RuntimeUnavailableError(
                         f"the rank's adapters register this memory differently: as {first.how} and as {other.how}"
                     )
-                if other.key >> 32:
-                    raise RuntimeUnavailableError("the adapters' keys have more than 32 bits; use only one adapter")
             undo.pop_all()
-        key = sum(each.key << 32 * i for i, each in enumerate(made))
-        local_key = sum(each.local_key << 32 * i for i, each in enumerate(made))
-        return replace(first, key=key, local_key=local_key, region=made)
+        return replace(first, rails=tuple(made))
 
     def _deregister(self, registration: Registration) -> None:
-        for rail, made in zip(self._rails, registration.region, strict=True):
+        for rail, made in zip(self._rails, registration.rails, strict=True):
             rail.release(made)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -17,22 +17,21 @@ from proxyccl.device.environment import OLD_VARIABLES
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy._engine import lib
+from proxyccl.proxy.interface import issue_warning
 from proxyccl.proxy.placement import Place
 
 MTUS = (256, 512, 1024, 2048, 4096)
 """The valid path MTUs, in bytes."""
 
-RAILS: int = lib.PROXYCCL_RAILS
-"""The number of RDMA devices, or of libfabric's interfaces, of a rank that has several."""
-
 MOST_WIRES: int = lib.PROXYCCL_STAGED_WIRES
 """The highest number of links (wires) of a staged connection."""
 
-_MOST_NAMES = 32  # the highest number of devices or interfaces of which a rank uses the nearest
+_LEAST_NAMES, _MOST_NAMES = 2, 32  # the numbers of devices or interfaces of which a rank uses the nearest
 _NAME = r"[^\s,=^]+"
 _NAMES = rf"\^?=?{_NAME}(,{_NAME})*"
 
 _RANGES = {
+    "rails": range(1, lib.PROXYCCL_RAILS + 1),
     "port": range(1, 255),
     "gid_index": range(1 << 16),
     "service_level": range(16),
@@ -75,8 +74,8 @@ class _FromEnvironment:
             listed = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
             names = tuple(listed) if isinstance(listed, Sequence) else ()  # the order of a set is not the user's
             valid = all(isinstance(name, str) and re.fullmatch(_NAME, name) for name in names)
-            if not valid or not RAILS <= len(names) <= _MOST_NAMES or len(set(names)) < len(names):
-                expected = f"a list of {RAILS} to {_MOST_NAMES} names of different {option}"
+            if not valid or not _LEAST_NAMES <= len(names) <= _MOST_NAMES or len(set(names)) < len(names):
+                expected = f"a list of {_LEAST_NAMES} to {_MOST_NAMES} names of different {option}"
                 raise ArgumentError(shown, f"must be {expected}, not {value!r}")
             return names
         if option in _RANGES:
@@ -148,11 +147,13 @@ class RdmaOptions(_FromEnvironment):
 
     Attributes:
         device: name of the RDMA device, such as "mlx5_0"; None for the nearest (`choose_devices`).
-        devices: names of 2 to 32 RDMA devices, of which a rank uses the two that are nearest to its GPU or NUMA node;
-            None for one device. Long puts and gets are divided between the rank's two devices by the rates of their
-            ports. The first devices of two ranks are connected with each other, and the second devices, so the order of
-            the names matters if the devices are on separate networks. If a device or its link fails, the other device
-            carries all data; this needs signals by "write", and devices that support RDMA reads.
+        devices: names of 2 to 32 RDMA devices, of which a rank uses the `rails` that are nearest to its GPU or NUMA
+            node; None for one device. Long puts and gets are divided between the rank's devices by the rates of their
+            ports. The first devices of two ranks are connected with each other, the second devices, and so on, so the
+            order of the names matters if the devices are on separate networks. If a device or its link fails, the other
+            devices carry all data; this needs signals by "write", and devices that support RDMA reads. A device without
+            an active port when the rank opens its devices is left out with a warning, and the devices after it move up.
+        rails: number of the `devices` that a rank uses, 1 to 8.
         port: number of the device's port; None for the nearest active port.
         gid_index: index of the port's GID to use; None to choose a GID of RoCE v2 with an IPv4 address if there is one.
         mtu: largest path MTU in bytes, one of 256, 512, 1024, 2048, 4096; None for the port's MTU. A connection uses
@@ -182,6 +183,7 @@ class RdmaOptions(_FromEnvironment):
 
     device: str | None = None
     devices: tuple[str, ...] | None = None
+    rails: int = 2
     port: int | None = None
     gid_index: int | None = None
     mtu: int | None = None
@@ -217,11 +219,12 @@ class FabricOptions(_FromEnvironment):
         interface: the interfaces to use, as a comma-separated list of prefixes of libfabric's domain names, such as
             "eth0" or "rdmap0s6". A leading "=" means that the list has whole names; a leading "^" or "^=" means that
             the list has prefixes or whole names to exclude. None for any interface except the loopback.
-        interfaces: names of 2 to 32 interfaces, each a domain name or its prefix, of which a rank uses the two that are
-            nearest to its GPU or NUMA node; None for one interface. Long puts and gets are divided between the rank's
-            two interfaces by the rates of their links. The first interfaces of two ranks are connected with each other,
-            and the second interfaces, so the order of the names matters if the interfaces are on separate networks. All
-            ranks must use the same number of interfaces.
+        interfaces: names of 2 to 32 interfaces, each a domain name or its prefix, of which a rank uses the `rails` that
+            are nearest to its GPU or NUMA node; None for one interface. Long puts and gets are divided between the
+            rank's interfaces by the rates of their links. The first interfaces of two ranks are connected with each
+            other, the second interfaces, and so on, so the order of the names matters if the interfaces are on separate
+            networks. All ranks must use the same number of interfaces.
+        rails: number of the `interfaces` that a rank uses, 1 to 8.
         depth: maximum number of outstanding writes of a connection, 2 to 4096; fewer if the provider takes fewer.
         signal: when a signal is written: with "ordered" right after its data, which needs a provider that keeps the
             order of writes; with "delivered" once its data has been delivered. "auto" is "ordered" if the provider
@@ -246,6 +249,7 @@ class FabricOptions(_FromEnvironment):
     provider: str | None = None
     interface: str | None = None
     interfaces: tuple[str, ...] | None = None
+    rails: int = 2
     depth: int = 256
     signal: str = "auto"
     gpu_writes: str = "auto"
@@ -280,3 +284,4 @@ class RemoteSetup(Struct, frozen=True):
     near: Place  # the place that the device should be near
     local_rank: int  # the rank's number on its host
     core_share: int  # cores that the rank's threads may keep busy
+    warn: Callable[[str], None] = issue_warning  # issues a warning with a text in the rank's process

@@ -191,7 +191,7 @@ class ProxyService(ProxyWords):
         self,
         base: int,
         nbytes: int,
-        key: int = 0,
+        keys: Sequence[int] = (),
         *,
         handle: HandleProvider | None = None,
         first: int | None = None,
@@ -201,7 +201,8 @@ class ProxyService(ProxyWords):
         Args:
             base: the memory's address in the caller's process.
             nbytes: the memory's size.
-            key: the memory's key in this rank's requests on remote transports; 0 if the memory has no key.
+            keys: the memory's keys in this rank's requests on remote transports, by network adapter; () if the memory
+                has no keys.
             handle: returns the handle with which another process opens the memory; a `ProxyService` does not call this
                 function.
             first: the first of the ids, which must be free; None to choose free ids.
@@ -214,7 +215,7 @@ class ProxyService(ProxyWords):
             ResourceError: no ids are left.
         """
         with self._open():
-            return self._memories.add(base, nbytes, key, first=first)
+            return self._memories.add(base, nbytes, keys, first=first)
 
     def add_pinned_memory(self, memory: PinnedMemory, *, first: int | None = None) -> int:
         """Registers pinned memory: this rank's own memory, or a peer's memory that this process has opened.
@@ -238,10 +239,10 @@ class ProxyService(ProxyWords):
         if memory.closed:
             raise ClosedError("the memory is closed")
         with self._open():
-            return self._memories.add(memory.ptr, memory.nbytes, 0, host=memory.host_ptr, first=first)
+            return self._memories.add(memory.ptr, memory.nbytes, host=memory.host_ptr, first=first)
 
-    def add_remote_memory(self, address: int, nbytes: int, key: int, *, first: int | None = None) -> int:
-        """Registers this rank's or a peer's memory for remote transports, by the memory's address and key.
+    def add_remote_memory(self, address: int, nbytes: int, keys: Sequence[int], *, first: int | None = None) -> int:
+        """Registers this rank's or a peer's memory for remote transports, by the memory's address and keys.
 
         The engine refuses triggers of channels that copy within the host and name this memory. Returns the first id:
         `first`, or any id.
@@ -250,7 +251,7 @@ class ProxyService(ProxyWords):
             ResourceError: no ids are left.
         """
         with self._open():
-            return self._memories.add(address, nbytes, key, remote_only=True, first=first)
+            return self._memories.add(address, nbytes, keys, remote_only=True, first=first)
 
     def remove_memory(self, first: int, nbytes: int) -> None:
         """Frees a memory's ids. Triggers must no longer name these ids."""
@@ -314,7 +315,7 @@ class ProxyService(ProxyWords):
         Raises:
             ArgumentError: `signals` is not within the control segment.
         """
-        setup = RemoteSetup(self.runtime, self.words.memory, signals, near, local_rank, core_share)
+        setup = RemoteSetup(self.runtime, self.words.memory, signals, near, local_rank, core_share, self._on_warning)
         return ServiceRemote(self.connect, setup, options)
 
     def _add_connection(self, transport: str, made: EngineConnection, peer: int | None) -> Connection:
@@ -334,11 +335,11 @@ class ProxyService(ProxyWords):
                     self._wires.add(made.wires)
                 lib.proxyccl_worker_add_connection(self._workers[worker].pointer, made.pointer)  # has room
                 stats = self._observed.worker(worker).connections[number]
-                stats.rails_up = made.rails
+                stats.rails = stats.rails_up = made.rails
                 if made.watched:
                     status_text = find_transport(transport).status_text
                     self._rails = self._rails or RailWatch(status_text, self._on_warning, self._name)
-                    self._rails.add(WatchedConnection(made.watched, made.pointer, stats, peer))
+                    self._rails.add(WatchedConnection(made.watched, stats, peer))
                 self._connections.append(connection)
                 self.engine_connections.append(made)
         except ProxyCCLError:

@@ -134,10 +134,10 @@ class ServiceRemote:
         """
         device = self._device(transport)
         if remote_functions(transport).stages:
-            return ExposedMemory(transport, ptr, device.write_targets.add(ptr, nbytes), 0, True, None)
+            return ExposedMemory(transport, ptr, (device.write_targets.add(ptr, nbytes),), (), True, None)
         gpu_writes = device.options.gpu_writes
         made = device.registrations.register_of(self._setup.runtime, gpu_writes, ptr, nbytes, handle or None)
-        return ExposedMemory(transport, made.address, made.key, made.local_key, made.how != "dma-buf", made)
+        return ExposedMemory(transport, made.address, made.keys, made.local_keys, made.how != "dma-buf", made)
 
     def expose_pinned(self, memory: PinnedMemory, transport: str) -> ExposedMemory:
         """Lets peers access pinned memory by a transport that stages data. CPUs copy short data to this memory. The
@@ -150,7 +150,7 @@ class ServiceRemote:
         if not remote_functions(transport).stages:
             raise ArgumentError("transport", f"{transport} does not stage data")
         key = self._device(transport).write_targets.add(memory.ptr, memory.nbytes, memory.host_ptr)
-        return ExposedMemory(transport, memory.ptr, key, 0, True, None)
+        return ExposedMemory(transport, memory.ptr, (key,), (), True, None)
 
     def withdraw(self, memory: ExposedMemory) -> None:
         """Undoes `expose` or `expose_pinned`. Triggers must no longer name the memory, on this rank or on a peer."""
@@ -159,7 +159,7 @@ class ServiceRemote:
             return
         device = self._devices[functions.open]
         if functions.stages:
-            device.write_targets.remove(memory.key)
+            device.write_targets.remove(memory.keys[0])
         else:
             device.registrations.release(memory.owner)
 

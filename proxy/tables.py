@@ -5,7 +5,7 @@ and to the memory that observers read. Callers must not call methods of a table 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec import structs
@@ -128,6 +128,8 @@ class MemoryTable:
     that exceeds a window of 4 GiB has consecutive ids.
     """
 
+    _NO_KEYS = [0] * lib.PROXYCCL_RAILS
+
     def __init__(self, service: Any, shared: SharedWords) -> None:
         self._service = service
         self._limits = shared.memory_limits
@@ -137,7 +139,7 @@ class MemoryTable:
         self,
         address: int,
         nbytes: int,
-        key: int,
+        keys: Sequence[int] = (),
         *,
         remote_only: bool = False,
         host: int | None = None,
@@ -153,19 +155,21 @@ class MemoryTable:
         for i in range(windows):
             offset = i * WINDOW_BYTES
             here = ffi.NULL if host is None else ffi.cast("char *", host + offset)
-            self._set(first + i, address + offset, nbytes - offset, key, remote_only=remote_only, host=here)
+            self._set(first + i, address + offset, nbytes - offset, keys, remote_only=remote_only, host=here)
             self._used[first + i] = True
         return first
 
     def remove(self, first: int, nbytes: int) -> None:
         for i in range(windows_of(nbytes)):
-            self._set(first + i, 0, 0, 0, remote_only=False, host=ffi.NULL)
+            self._set(first + i, 0, 0, (), remote_only=False, host=ffi.NULL)
             self._used[first + i] = False
 
-    def _set(self, memory: int, address: int, nbytes: int, key: int, *, remote_only: bool, host: Any) -> None:
+    def _set(
+        self, memory: int, address: int, nbytes: int, keys: Sequence[int], *, remote_only: bool, host: Any
+    ) -> None:
         self._limits[memory] = nbytes
-        base = ffi.cast("char *", address)
-        lib.proxyccl_service_set_memory(self._service, memory, base, nbytes, key, remote_only, host)
+        base, of_rails = ffi.cast("char *", address), ffi.new("uint64_t[]", [*keys, *self._NO_KEYS[len(keys) :]])
+        lib.proxyccl_service_set_memory(self._service, memory, base, nbytes, of_rails, remote_only, host)
 
     def _find(self, windows: int) -> int:
         run = 0

@@ -8,6 +8,7 @@ import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -238,7 +239,8 @@ def choose_offer(
             gpu = driver.device(device).pci_address
             first = device if driver.device_count() > 1 else first
     near = Place(gpu, process_numa_node(root))
-    return choose_offers(offers, options, near, local_rank=first + next(_agents_at[near]), most=1, root=root)[0]
+    one = replace(options, rails=1)
+    return choose_offers(offers, one, near, local_rank=first + next(_agents_at[near]), root=root)[0]
 
 
 def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:

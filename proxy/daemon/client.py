@@ -25,7 +25,7 @@ from proxyccl.proxy.daemon.connection import DaemonConnection
 from proxyccl.proxy.daemon.hello import DaemonAddress
 from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.daemon.session_service import ServiceOptions, SessionService
-from proxyccl.proxy.interface import Connection, ExposedMemory, HandleProvider, Handler, ProxyFailure, Signals
+from proxyccl.proxy.interface import Connection, ExposedMemory, HandleProvider, Handler, Keys, ProxyFailure, Signals
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.placement import Place
@@ -315,7 +315,7 @@ class DaemonClient(ProxyWords):
     def remove_schedule(self, number: int) -> None:
         self._release("schedule", number, SessionService.remove_schedule)
 
-    def add_memory(self, base: int, nbytes: int, key: int = 0, *, handle: HandleProvider | None = None) -> int:
+    def add_memory(self, base: int, nbytes: int, keys: Keys = (), *, handle: HandleProvider | None = None) -> int:
         """Makes the daemon register memory. Raises ArgumentError for private memory, unless `takes_private` was set."""
         if handle is None:
             raise ArgumentError("memory", "the node daemon reaches memory only by a handle")
@@ -327,26 +327,26 @@ class DaemonClient(ProxyWords):
             if not self._takes_private:
                 raise
             name = None
-        first = self._make("memory", lambda first: self._map(name, base, nbytes, key, first))
+        first = self._make("memory", lambda first: self._map(name, base, nbytes, keys, first))
         self._repeat(first, lambda own: own.add_memory(base, nbytes, first=first))
         return first
 
-    def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
-        return self._make("memory", lambda first: self._map(None, address, nbytes, key, first))
+    def add_remote_memory(self, address: int, nbytes: int, keys: Keys) -> int:
+        return self._make("memory", lambda first: self._map(None, address, nbytes, keys, first))
 
-    def _map(self, name: bytes | None, base: int, nbytes: int, key: int, first: int | None) -> int:
+    def _map(self, name: bytes | None, base: int, nbytes: int, keys: Keys, first: int | None) -> int:
         """Makes the daemon register memory with a handle; or, without a handle, memory that the daemon can't map, so
         that the daemon refuses copies from and to this memory.
         """
         try:
             if name is not None:
-                return self._ask(SessionService.add_memory, name, nbytes, key, first)
+                return self._ask(SessionService.add_memory, name, nbytes, keys, first)
         except ArgumentError:
             if first is None:
                 raise
             # The memory's owner has freed the memory while this client was suspended. The ids stay reserved until
             # `remove_memory`.
-        return self._ask(SessionService.add_remote_memory, base, nbytes, key, first)
+        return self._ask(SessionService.add_remote_memory, base, nbytes, keys, first)
 
     def add_pinned_memory(self, memory: PinnedMemory) -> int:
         handle = memory.handle

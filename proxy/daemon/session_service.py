@@ -17,7 +17,7 @@ from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.codec import Message, Uint64
 from proxyccl.proxy.daemon.protocol import CONTROL_BYTES, method
 from proxyccl.proxy.daemon.session_memories import REST_SECONDS, SessionMemories
-from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, ProxyFailure, Signals
+from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, Keys, ProxyFailure, Signals
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.placement import Place
 from proxyccl.proxy.remote_options import FabricOptions, RdmaOptions, TransportOptions
@@ -139,16 +139,16 @@ class SessionService:
     # -- memories ---
 
     @method()
-    def add_memory(self, handle: bytes, nbytes: Nbytes, key: Uint64, first: MemoryId | None = None) -> MemoryId:
+    def add_memory(self, handle: bytes, nbytes: Nbytes, keys: Keys, first: MemoryId | None = None) -> MemoryId:
         """Maps memory by its handle, and registers the memory for copies. Returns the first of the memory's ids:
         `first`, or any id.
         """
         self._require_free(first, nbytes)
         if nbytes == 0:
-            return self._register(0, lambda: self.proxy.add_memory(0, 0, key, first=first))
+            return self._register(0, lambda: self.proxy.add_memory(0, 0, keys, first=first))
         with contextlib.ExitStack() as undo:
             memory = self.memories.map(handle, nbytes, undo)
-            return self._register(nbytes, lambda: self.proxy.add_memory(memory.ptr, nbytes, key, first=first), undo)
+            return self._register(nbytes, lambda: self.proxy.add_memory(memory.ptr, nbytes, keys, first=first), undo)
 
     @method()
     def add_pinned_memory(self, handle: bytes, first: MemoryId | None = None) -> MemoryId:
@@ -159,12 +159,10 @@ class SessionService:
             return self._register(memory.nbytes, lambda: self.proxy.add_pinned_memory(memory, first=first), undo)
 
     @method()
-    def add_remote_memory(
-        self, address: Uint64, nbytes: Nbytes, key: Uint64, first: MemoryId | None = None
-    ) -> MemoryId:
-        """Registers memory that remote transports access by address and key. Returns the first of the memory's ids."""
+    def add_remote_memory(self, address: Uint64, nbytes: Nbytes, keys: Keys, first: MemoryId | None = None) -> MemoryId:
+        """Registers memory that remote transports access by address and keys. Returns the first of the memory's ids."""
         self._require_free(first, nbytes)
-        return self._register(nbytes, lambda: self.proxy.add_remote_memory(address, nbytes, key, first=first))
+        return self._register(nbytes, lambda: self.proxy.add_remote_memory(address, nbytes, keys, first=first))
 
     def _require_free(self, first: int | None, nbytes: int) -> None:
         if first is None:

@@ -82,9 +82,9 @@ typedef struct ProxycclSignals {
 } ProxycclSignals;
 
 /* Each of the next three functions sets the table entry of `id`, and returns 0, or EINVAL if `id` is out of range. If
- * kernels may push triggers that name `id`, the service's workers must be paused during the call. `flushed` and
- * `completed` are the channel's words (handles.h). */
-int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key,
+ * kernels may push triggers that name `id`, the service's workers must be paused during the call. `keys` are the
+ * memory's keys on PROXYCCL_RAILS adapters. `flushed` and `completed` are the channel's words (handles.h). */
+int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, const uint64_t *keys,
                                 uint32_t remote_only, char *host);
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
                                  uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed,

@@ -10,7 +10,7 @@
 #include "proxyccl/trigger.h"
 
 enum {
-  PROXYCCL_OBSERVE_FORMAT = 5, /* version of this layout; observers that were built for another version refuse to read
+  PROXYCCL_OBSERVE_FORMAT = 6, /* version of this layout; observers that were built for another version refuse to read
                                   it */
   PROXYCCL_MAX_CONNECTIONS = 1024,
   PROXYCCL_TRACE_RECORDS = 1 << 16, /* number of records kept per worker */
@@ -35,7 +35,8 @@ typedef struct ProxycclConnectionStats {
   char transport[16];
   uint64_t schedule_wait; /* while a schedule makes no progress: a ProxycclWaitKind in the upper half and the schedule's
                              number in the lower half; otherwise 0 */
-  uint32_t rails_up;      /* number of rails in use; 0 for a connection without rails */
+  uint16_t rails;         /* number of rails; 0 for a connection without rails */
+  uint16_t rails_up;      /* number of rails in use */
   uint32_t rail_failures; /* number of failures of a rail */
 } ProxycclConnectionStats;
 

@@ -1,11 +1,12 @@
-/* Operations wait in a queue of the connection. A long put or get is cut into one part for each rail; every other
- * operation is one part on the home rail. A rail executes its parts in order.
+/* Operations wait in a queue of the connection. A long put or get is cut into one part for each rail that is up; every
+ * other operation is one part on the home rail. A rail executes its parts in order.
  *
  * Parts on different rails have no order, so a part waits while a part on another rail is outstanding that it must
  * follow (must_follow).
  *
- * After a failure of one rail, recover() moves the rail's incomplete parts to the other rail, in stages. restore() uses
- * the failed rail again once both ranks have connected their queue pairs of the rail. */
+ * After a failure of a rail, recover() moves the rail's incomplete parts to another rail, in stages. restore() uses the
+ * failed rail again once both ranks have connected their queue pairs of the rail. Each rail has its own stage, so
+ * several rails may be down, and a rail may fail during the recovery from another rail's failure. */
 #include "rails_transport.h"
 
 #include <stddef.h>
@@ -16,8 +17,22 @@
 #include "transports.h"
 #include "verbs_transport.h"
 
-enum { RAILS = PROXYCCL_RAILS, PARTS = PROXYCCL_RAIL_PARTS };
+enum { PARTS = PROXYCCL_RAIL_PARTS };
 enum { WR_FLUSH_ERR = 5 }; /* an ibv_wc_status */
+
+/* The stages of a rail: in use, its restoration after a failure, and its recovery from the failure. */
+typedef enum {
+  UP,
+  DOWN,     /* the rail's queue pair is free, so that another thread may connect it again */
+  JOINING,  /* this rank's queue pair is connected; the peer must be told so, and must have connected its own */
+  TRYING,   /* a request on the rail must be executed before the rail is used */
+  LEAVING,  /* the request has completed with an error; the peer's queue pair must stop before both are connected */
+  STOPPING, /* this rank's queue pair must still get into its error state, so that it executes no late requests */
+  WAITING,  /* the peer must be told that the queue pair is in its error state, and its own queue pair must get there;
+               then the peer executes no outstanding part */
+  READING,  /* the peer's semaphore words are read, which show what was executed */
+  MOVING    /* the parts that were not executed are posted on another rail */
+} Stage;
 
 typedef struct {
   ProxycclConnection *wire;
@@ -26,72 +41,76 @@ typedef struct {
   uint64_t hurried;     /* number of parts before the newest flush for which the wire hurries */
   uint64_t answered;    /* the word of that flush, which nothing reads */
   uint32_t speed;
-  ProxycclVerbsOptions options;
-  Operation parts[PARTS];
-  uint64_t numbers[PARTS]; /* the parts' numbers among all parts of the connection, from 1 */
-} Rail;
-
-/* The stages of the recovery from a failed rail, and of its restoration. */
-typedef enum {
-  BOTH_UP,
-  ONE_UP,   /* the failed rail's queue pair is free, so that another thread may connect it again */
-  JOINING,  /* this rank's queue pair is connected; the peer must be told so, and must have connected its own */
-  TRYING,   /* a request on the failed rail must be executed before the rail is used */
-  LEAVING,  /* the request has completed with an error; the peer's queue pair must stop before both are connected */
-  STOPPING, /* this rank's queue pair must still get into its error state, so that it executes no late requests */
-  TELLING,  /* the peer must be told that this rank's queue pair is in its error state */
-  WAITING,  /* the peer's queue pair must get into its error state; then the peer executes no outstanding part */
-  READING,  /* the peer's semaphore words are read, which show what was executed */
-  MOVING    /* the parts that were not executed are posted on the other rail */
-} Stage;
-
-typedef struct {
-  QueuedConnection queue;
-  uint32_t home;
-  uint64_t cut;  /* least bytes of a put or get that is cut */
-  uint64_t made; /* number of parts that were posted */
-  ProxycclRailsOptions options;
-  ProxycclRailsMail *mail;
-  const ProxycclRuntimeTable *runtime;
   Stage stage;
-  uint32_t failed;   /* number of the failed rail */
-  int status;        /* why it failed */
+  int status;        /* why the rail failed last */
+  uint32_t losses;   /* number of failures before which the rail was in use */
   uint64_t failures; /* number of failures so far */
-  uint32_t losses;   /* number of these failures before which both rails were in use */
-  uint64_t next;     /* in the stages READING and MOVING: number of the failed rail's next part */
-  int asked;         /* in the stages JOINING, LEAVING and READING: whether the stage's requests are posted */
-  uint64_t finished; /* 1 when the requests of the stage READING or TRYING are complete */
+  uint64_t turn;     /* number of the last failure among the failures of all rails */
+  int told;          /* whether the peer has been told of the stage, by a rail that has not failed since */
+  uint64_t next;     /* in the stages READING and MOVING: number of the rail's next part */
+  uint64_t asked;    /* in the stages READING and TRYING: the value that `finished` gets; 0 until all is requested */
+  uint64_t finished; /* the value of the last flush of requests for a recovery or a trial on this rail */
   uint64_t until_ns; /* time at which the recovery is given up */
   uint64_t state;    /* pairing rail-state: what proxyccl_rails_state returns, packed */
   /* Pairing rail-change, written by another thread: number of the failure after which the queue pair was stopped, or
    * connected again. */
   uint64_t stopped, connected;
-  Rail rails[RAILS];
+  ProxycclVerbsOptions options;
+  Operation parts[PARTS];  /* a part's keys are addresses of its keys on all rails */
+  uint64_t numbers[PARTS]; /* the parts' numbers among all parts of the connection, from 1 */
+} Rail;
+
+typedef struct {
+  QueuedConnection queue;
+  uint32_t count; /* number of rails */
+  uint32_t home;  /* number of the rail that carries short operations now */
+  int recovers;   /* whether a rail recovers; all operations wait meanwhile */
+  uint64_t made;  /* number of parts that were posted */
+  uint64_t turns; /* number of failures of all rails */
+  uint64_t asks;  /* number of flushes of requests for recoveries and trials */
+  ProxycclRailsOptions options;
+  ProxycclRailsMail *mail;
+  const ProxycclRuntimeTable *runtime;
+  uint64_t signal_keys[PROXYCCL_RAILS]; /* the keys of the peer's semaphore words */
+  Rail rails[];
 } RailsConnection;
 
 static RailsConnection *self_of(ProxycclConnection *base) { return (RailsConnection *)base; }
 
 /* The fields of `state`. All statuses of `verbs` fit into 17 bits; 7 bits remain for the number of losses. */
 enum {
-  STATE_DOWN = 0xf,
-  STATE_STOPPING = 0x10,
-  STATE_FREE = 0x20,
+  STATE_DOWN = 1,
+  STATE_STOPPING = 2,
+  STATE_FREE = 4,
   STATE_STATUS_SHIFT = 8,
   STATE_STATUS = 0x1ffff,
   STATE_LOSSES_SHIFT = 25,
   STATE_FAILURES_SHIFT = 32
 };
 
-static void enter(RailsConnection *self, Stage stage) {
-  self->stage = stage;
-  self->asked = 0;
-  word_store(&self->state, self->failures << STATE_FAILURES_SHIFT | (uint64_t)self->status << STATE_STATUS_SHIFT |
-                               self->losses << STATE_LOSSES_SHIFT | (stage == ONE_UP ? STATE_FREE : 0) |
-                               (stage == STOPPING ? STATE_STOPPING : 0) | (stage == BOTH_UP ? 0 : self->failed + 1));
+static int is_up(const RailsConnection *self, uint32_t rail) { return self->rails[rail].stage == UP; }
+
+/* Returns the number of the first rail that is up, from rail `first` on in a circle; `count` if none is up. Rails
+ * become up only while none recovers, so a recovery changes to another rail only if the rail that it uses fails. */
+static uint32_t find_up(const RailsConnection *self, uint32_t first) {
+  for (uint32_t i = 0; i < self->count; ++i)
+    if (is_up(self, (first + i) % self->count)) return (first + i) % self->count;
+  return self->count;
 }
 
-/* Returns whether operations are posted in a stage, in the later stages on the rail that is up. */
-static int is_usable(const RailsConnection *self) { return self->stage < STOPPING; }
+static int is_recovering(const Rail *rail) { return rail->stage >= STOPPING; }
+
+static void enter(RailsConnection *self, Rail *rail, Stage stage) {
+  rail->stage = stage;
+  if (stage == JOINING || stage == LEAVING || stage == WAITING) rail->told = 0;
+  rail->asked = 0;
+  word_store(&rail->state, rail->failures << STATE_FAILURES_SHIFT | (uint64_t)rail->status << STATE_STATUS_SHIFT |
+                               rail->losses << STATE_LOSSES_SHIFT | (stage == UP ? 0 : STATE_DOWN) |
+                               (stage == STOPPING ? STATE_STOPPING : 0) | (stage == DOWN ? STATE_FREE : 0));
+  self->home = find_up(self, self->options.home);
+  self->recovers = 0;
+  for (uint32_t i = 0; i < self->count; ++i) self->recovers |= is_recovering(&self->rails[i]);
+}
 
 static int is_busy(const Rail *rail) { return rail->first != rail->last; }
 
@@ -117,7 +136,7 @@ static int must_follow(const Operation *later, const Operation *earlier) {
 
 /* Returns whether an operation must wait for a part on a rail other than `rail`. */
 static int waits_for_others(const RailsConnection *self, uint32_t rail, const Operation *operation) {
-  for (uint32_t i = 0; i < RAILS; ++i) {
+  for (uint32_t i = 0; i < self->count; ++i) {
     const Rail *other = &self->rails[i];
     if (i == rail) continue;
     for (uint64_t number = other->first; number != other->last; ++number)
@@ -132,30 +151,31 @@ static int has_room(const Rail *rail) {
   return rail->last - rail->first < PARTS && rail->wire->transport->ready(rail->wire) > 1;
 }
 
-static uint64_t key_of(uint64_t keys, uint32_t rail) { return keys >> (32 * rail) & 0xffffffffu; }
+static uint64_t key_of(uint64_t keys, uint32_t rail) { return ((const uint64_t *)keys)[rail]; }
 
 /* Hands an operation to the wire of a rail that has room. */
 static int send(Rail *rail, uint32_t number, const Operation *operation) {
   const ProxycclTransport *transport = rail->wire->transport;
-  const ProxycclMemory src = {
-      .base = (char *)operation->source, .bytes = operation->bytes, .key = key_of(operation->source_key, number)};
+  if (operation->kind == SIGNAL)
+    return transport->signal(rail->wire, (uint64_t *)operation->destination, operation->value, operation->source);
   const ProxycclMemory dst = {.base = (char *)operation->destination,
                               .bytes = operation->bytes,
                               .key = key_of(operation->destination_key, number)};
-  if (operation->kind == PUT) return transport->put(rail->wire, &dst, 0, &src, 0, operation->bytes);
-  if (operation->kind == GET) return transport->get(rail->wire, &dst, 0, &src, 0, operation->bytes);
   if (operation->kind == VALUE)
     return transport->put_value(rail->wire, &dst, 0, operation->value, (uint32_t)operation->bytes);
-  return transport->signal(rail->wire, (uint64_t *)operation->destination, operation->value, operation->source);
+  const ProxycclMemory src = {
+      .base = (char *)operation->source, .bytes = operation->bytes, .key = key_of(operation->source_key, number)};
+  if (operation->kind == PUT) return transport->put(rail->wire, &dst, 0, &src, 0, operation->bytes);
+  return transport->get(rail->wire, &dst, 0, &src, 0, operation->bytes);
 }
 
-/* Writes a word of the peer's ProxycclRailsMail. */
-static int write_mail(RailsConnection *self, uint32_t by, uint64_t offset, uint64_t value) {
+/* Writes a rail's word of an array in the peer's ProxycclRailsMail, over rail `by`. */
+static int write_mail(RailsConnection *self, uint32_t by, size_t words, uint32_t rail, uint64_t value) {
   const Operation word = {.kind = VALUE,
                           .value = value,
                           .bytes = sizeof value,
-                          .destination = self->options.peer_mail + offset,
-                          .destination_key = self->options.peer_mail_keys};
+                          .destination = self->options.peer_mail + words + rail * sizeof value,
+                          .destination_key = (uintptr_t)self->options.peer_mail_keys};
   return send(&self->rails[by], by, &word);
 }
 
@@ -164,7 +184,7 @@ static int count(RailsConnection *self, uint32_t number) {
   Rail *rail = &self->rails[number];
   if (rail->counted == rail->last || self->mail == NULL) return 0;
   rail->counted = rail->last;
-  return write_mail(self, number, offsetof(ProxycclRailsMail, executed) + number * sizeof(uint64_t), rail->last);
+  return write_mail(self, number, offsetof(ProxycclRailsMail, executed), number, rail->last);
 }
 
 /* Posts an operation as a part on a rail that has room. A peer that sees a value may overwrite the data of earlier
@@ -183,24 +203,27 @@ static int post(RailsConnection *self, uint32_t number, const Operation *operati
   return status == 0 && operation->kind == VALUE ? count(self, number) : status;
 }
 
-/* Cuts a put or get into one part for each rail. Returns a status, and sets *posted if the parts were posted. */
+/* Cuts a put or get into one part for each rail that is up. Returns a status, and sets *posted if the parts were
+ * posted. */
 static int post_cut(RailsConnection *self, const Operation *whole, int *posted) {
-  Operation parts[RAILS];
+  Operation parts[PROXYCCL_RAILS];
   uint64_t speeds = 0, begin = 0, left = whole->bytes;
-  for (uint32_t i = 0; i < RAILS; ++i) speeds += self->rails[i].speed;
-  for (uint32_t i = 0; i < RAILS; ++i) {
-    const uint64_t share = left / speeds * self->rails[i].speed / PROXYCCL_RAILS_ALIGN * PROXYCCL_RAILS_ALIGN;
+  for (uint32_t i = 0; i < self->count; ++i) speeds += is_up(self, i) ? self->rails[i].speed : 0;
+  for (uint32_t i = 0; i < self->count; ++i) {
+    if (!is_up(self, i)) continue;
+    const uint64_t speed = self->rails[i].speed;
+    const uint64_t share = left / speeds * speed / PROXYCCL_RAILS_ALIGN * PROXYCCL_RAILS_ALIGN;
     parts[i] = *whole;
     operation_advance(&parts[i], begin);
-    parts[i].bytes = i + 1 == RAILS ? left : share;
+    parts[i].bytes = speeds == speed ? left : share;
     if (!has_room(&self->rails[i]) || waits_for_others(self, i, &parts[i])) return 0;
-    speeds -= self->rails[i].speed;
+    speeds -= speed;
     begin += parts[i].bytes;
     left -= parts[i].bytes;
   }
   *posted = 1;
-  for (uint32_t i = 0; i < RAILS; ++i) {
-    if (parts[i].bytes == 0) continue;
+  for (uint32_t i = 0; i < self->count; ++i) {
+    if (!is_up(self, i) || parts[i].bytes == 0) continue;
     const int status = post(self, i, &parts[i]);
     if (status != 0) return status;
   }
@@ -210,22 +233,17 @@ static int post_cut(RailsConnection *self, const Operation *whole, int *posted) 
 /* Returns the number of the last part before the first incomplete part. */
 static uint64_t completed(const RailsConnection *self) {
   uint64_t next = self->made + 1;
-  for (uint32_t i = 0; i < RAILS; ++i) {
+  for (uint32_t i = 0; i < self->count; ++i) {
     const Rail *rail = &self->rails[i];
     if (is_busy(rail) && rail->numbers[rail->first % PARTS] < next) next = rail->numbers[rail->first % PARTS];
   }
   return next - 1;
 }
 
-/* Returns whether a rail has failed. */
-static int has_failed(const RailsConnection *self, uint32_t rail) {
-  return self->stage != BOTH_UP && rail == self->failed;
-}
-
 /* Makes the wires of `fabric` ask for the completion of all parts so far, because an operation or a thread waits. */
 static int hurry(RailsConnection *self) {
   int status = 0;
-  for (uint32_t i = 0; i < RAILS && self->options.over_fabric && status == 0; ++i) {
+  for (uint32_t i = 0; i < self->count && self->options.over_fabric && status == 0; ++i) {
     Rail *rail = &self->rails[i];
     if (!is_busy(rail) || rail->hurried == rail->last) continue;
     rail->hurried = rail->last;
@@ -237,13 +255,13 @@ static int hurry(RailsConnection *self) {
 /* Posts operations in order until one must wait. */
 static int issue(ProxycclConnection *base) {
   RailsConnection *self = self_of(base);
-  if (!is_usable(self)) return 0;
+  if (self->recovers) return 0;
   for (Operation *operation; (operation = operations_next(&self->queue.operations)) != NULL;) {
     int status = 0, posted = 0;
     if (operation->kind == FLUSH) {
       posted = flushes_push(&self->queue.flushes, operation, self->made, completed(self));
       if (operation->flushed != &base->progress.completed) status = hurry(self);
-    } else if (operation->bytes >= self->cut) {
+    } else if (operation->bytes >= self->options.cut) {
       status = post_cut(self, operation, &posted);
     } else if (has_room(&self->rails[self->home]) && !waits_for_others(self, self->home, operation)) {
       posted = 1;
@@ -267,64 +285,83 @@ static int is_of_link(int status) {
   return status >> 5 == PROXYCCL_VERBS_COMPLETION >> 5 && (statuses >> status % 32 & 1);
 }
 
-/* Enters a stage after a failure of a rail. */
-static void enter_after_failure(RailsConnection *self, uint32_t rail, int status, Stage stage) {
-  ++self->failures;
-  self->losses += self->stage == BOTH_UP;
-  self->failed = rail;
-  self->status = status;
-  self->until_ns = now_ns() + self->options.limit_ns;
-  enter(self, stage);
+/* Enters a stage after a failure of a rail. Words for the peer that other rails have posted on this rail may be lost,
+ * as may the answers to requests, so all are posted again. */
+static void enter_after_failure(RailsConnection *self, Rail *failed, int status, Stage stage) {
+  ++failed->failures;
+  failed->losses += failed->stage == UP;
+  failed->turn = ++self->turns;
+  failed->status = status;
+  failed->until_ns = now_ns() + self->options.limit_ns;
+  enter(self, failed, stage);
+  for (uint32_t i = 0; i < self->count; ++i) {
+    self->rails[i].told = 0;
+    if (self->rails[i].stage == READING) enter(self, &self->rails[i], WAITING);
+  }
 }
 
 /* Begins the recovery from a rail's failure. Returns the status if the connection can't do without the rail. */
 static int begin_recovery(RailsConnection *self, uint32_t rail, int status, Stage stage) {
-  if (self->mail == NULL || has_failed(self, 1 - rail) || !is_of_link(status)) return status;
-  enter_after_failure(self, rail, status, stage);
+  const uint32_t other = find_up(self, rail + 1);
+  if (self->mail == NULL || other == rail || other == self->count || !is_of_link(status)) return status;
+  enter_after_failure(self, &self->rails[rail], status, stage);
   return 0;
 }
 
-/* Tells the peer that this rank's queue pair of the failed rail is in its error state. */
-static int tell_down(RailsConnection *self, uint32_t by) {
-  return write_mail(self, by, offsetof(ProxycclRailsMail, down) + self->failed * sizeof(uint64_t), self->failures);
+/* Tells the peer that this rank's queue pair of a rail that is not up has been in its error state, and in the stage
+ * JOINING that it is connected again. The peer may execute a word late that was posted on a rail that has failed since.
+ * So a rail joins only when no rail recovers: then the peer's queue pairs of all failed rails have stopped, and no word
+ * of an earlier failure can replace a word of a later one. */
+static int tell(RailsConnection *self, uint32_t number) {
+  Rail *rail = &self->rails[number];
+  const uint32_t by = find_up(self, 0);
+  if (rail->told || rail->stage == STOPPING || rail->stage == TRYING) return 0;
+  if (rail->stage == JOINING && self->recovers) return 0;
+  if (self->rails[by].wire->transport->ready(self->rails[by].wire) == 0) return 0;
+  rail->told = 1;
+  const int status = write_mail(self, by, offsetof(ProxycclRailsMail, down), number, rail->failures);
+  if (status != 0 || rail->stage != JOINING) return status;
+  return write_mail(self, by, offsetof(ProxycclRailsMail, up), number, rail->failures);
 }
 
-/* Reads the words of the failed rail's signals, and the rail's count of executed parts. Sets `finished` when the last
- * is read. */
-static int read_words(RailsConnection *self, uint32_t by) {
-  const Rail *failed = &self->rails[self->failed];
-  Rail *other = &self->rails[by];
-  for (; self->next != failed->last; ++self->next) {
-    const Operation *part = &failed->parts[self->next % PARTS];
+/* Flushes requests on a rail. The rail's word `finished` gets the value `asked` when they are complete. */
+static int ask(RailsConnection *self, Rail *by, uint64_t *asked) {
+  *asked = ++self->asks;
+  return by->wire->transport->flush(by->wire, &by->finished, *asked);
+}
+
+/* Reads the words of the failed rail's signals, and the rail's count of executed parts. */
+static int read_words(RailsConnection *self, uint32_t number, uint32_t by) {
+  Rail *failed = &self->rails[number], *other = &self->rails[by];
+  for (; failed->next != failed->last; ++failed->next) {
+    const Operation *part = &failed->parts[failed->next % PARTS];
     if (part->kind != SIGNAL) continue;
     if (other->wire->transport->ready(other->wire) == 0) return 0;
     const Operation word = {.kind = GET,
                             .source = part->destination,
-                            .source_key = (uint64_t)other->options.signal_rkey << (32 * by),
-                            .destination = (uintptr_t)&self->mail->words[self->next % PARTS],
-                            .destination_key = self->options.mail_keys,
+                            .source_key = (uintptr_t)self->signal_keys,
+                            .destination = (uintptr_t)&self->mail->words[failed->next % PARTS],
+                            .destination_key = (uintptr_t)self->options.mail_keys,
                             .bytes = sizeof part->value};
     const int status = send(other, by, &word);
     if (status != 0) return status;
   }
   if (other->wire->transport->ready(other->wire) == 0) return 0;
-  self->asked = 1;
   const Operation executed = {
       .kind = GET,
-      .source = self->options.peer_mail + offsetof(ProxycclRailsMail, executed) + self->failed * sizeof(uint64_t),
-      .source_key = self->options.peer_mail_keys,
+      .source = self->options.peer_mail + offsetof(ProxycclRailsMail, executed) + number * sizeof(uint64_t),
+      .source_key = (uintptr_t)self->options.peer_mail_keys,
       .destination = (uintptr_t)&self->mail->peer_executed,
-      .destination_key = self->options.mail_keys,
+      .destination_key = (uintptr_t)self->options.mail_keys,
       .bytes = sizeof(uint64_t)};
   const int status = send(other, by, &executed);
-  return status == 0 ? other->wire->transport->flush(other->wire, &self->finished, 1) : status;
+  return status == 0 ? ask(self, other, &failed->asked) : status;
 }
 
 /* Removes the failed rail's parts that the peer has according to its count and to its signals: a queue pair executes
  * its requests in order. The peer does not know of the parts after them, so that posting these parts again is not
  * noticed. */
-static void remove_executed(RailsConnection *self) {
-  Rail *failed = &self->rails[self->failed];
+static void remove_executed(RailsConnection *self, Rail *failed) {
   const uint64_t executed = self->mail->peer_executed;
   if (executed > failed->first && executed <= failed->last) failed->first = executed;
   for (uint64_t number = failed->first; number != failed->last; ++number) {
@@ -333,62 +370,61 @@ static void remove_executed(RailsConnection *self) {
   }
 }
 
-/* Posts the failed rail's parts on the other rail. They stay in the failed rail's list until all are complete, so that
+/* Posts the failed rail's parts on another rail. They stay in the failed rail's list until all are complete, so that
  * flushes wait for them. */
-static int move(RailsConnection *self, uint32_t by) {
-  Rail *failed = &self->rails[self->failed], *other = &self->rails[by];
-  for (; self->next != failed->last; ++self->next) {
-    if (!has_room(other)) return 0;
-    const int status = post(self, by, &failed->parts[self->next % PARTS]);
+static int move(RailsConnection *self, Rail *failed, uint32_t by) {
+  for (; failed->next != failed->last; ++failed->next) {
+    if (!has_room(&self->rails[by])) return 0;
+    const int status = post(self, by, &failed->parts[failed->next % PARTS]);
     if (status != 0) return status;
   }
-  if (is_busy(failed) && is_busy(other)) return 0;
+  if (is_busy(failed) && is_busy(&self->rails[by])) return 0;
   failed->first = failed->last;
-  self->home = by;
-  self->cut = UINT64_MAX;
-  enter(self, ONE_UP);
+  enter(self, failed, DOWN);
   return 0;
 }
 
-/* Advances the recovery. Returns a status if it fails. */
-static int recover(RailsConnection *self, uint32_t *progress) {
-  const uint32_t by = 1 - self->failed;
-  Rail *failed = &self->rails[self->failed], *other = &self->rails[by];
-  int is_stopped;
-  if (now_ns() > self->until_ns) return self->status;
+/* Returns whether no rail that is recovering failed later. A rail that fails may hold parts that were moved to it. They
+ * must be moved on before the rail from which they came moves its next parts. */
+static int is_last_failed(const RailsConnection *self, const Rail *rail) {
+  for (uint32_t i = 0; i < self->count; ++i)
+    if (is_recovering(&self->rails[i]) && self->rails[i].turn > rail->turn) return 0;
+  return 1;
+}
+
+/* Advances the recovery from a rail's failure. Returns a status if it fails. */
+static int recover(RailsConnection *self, uint32_t number, uint32_t *progress) {
+  const uint32_t by = find_up(self, 0);
+  Rail *failed = &self->rails[number];
+  if (now_ns() > failed->until_ns) return failed->status;
   ++*progress; /* the thread must not sleep long meanwhile */
-  switch (self->stage) {
+  switch (failed->stage) {
     case STOPPING: /* the other thread, or a completion with an error, shows the error state */
-      is_stopped = word_load(&self->stopped) == self->failures;
-      if (failed->wire->transport->poll(failed->wire, progress) < PROXYCCL_VERBS_COMPLETION && !is_stopped) return 0;
-      enter(self, TELLING); /* fall through */
-    case TELLING:
-      if (other->wire->transport->ready(other->wire) == 0) return 0;
-      enter(self, WAITING);
-      return tell_down(self, by);
+      if (failed->wire->transport->poll(failed->wire, progress) >= PROXYCCL_VERBS_COMPLETION ||
+          word_load(&failed->stopped) == failed->failures)
+        enter(self, failed, WAITING);
+      return 0;
     case WAITING:
-      if (word_load(&self->mail->down[self->failed]) < self->failures) return 0;
+      if (!failed->told || word_load(&self->mail->down[number]) < failed->failures || !is_last_failed(self, failed))
+        return 0;
       remove_complete(failed);
-      self->next = failed->first;
-      self->finished = 0;
-      enter(self, READING);
-      return read_words(self, by);
+      failed->next = failed->first;
+      enter(self, failed, READING); /* fall through */
     case READING:
-      if (word_load(&self->finished) == 0) return self->asked ? 0 : read_words(self, by);
-      remove_executed(self);
-      self->next = failed->first;
-      enter(self, MOVING);
-      return move(self, by);
+      if (failed->asked == 0) return read_words(self, number, by);
+      if (word_load(&self->rails[by].finished) != failed->asked) return 0;
+      remove_executed(self, failed);
+      failed->next = failed->first;
+      enter(self, failed, MOVING); /* fall through */
     case MOVING:
-      return move(self, by);
+      return is_last_failed(self, failed) ? move(self, failed, by) : 0;
     default:
       return 0;
   }
 }
 
-/* Makes a new connection over the failed rail's queue pair. Returns 0 if there is no memory for it. */
-static int renew(RailsConnection *self) {
-  Rail *failed = &self->rails[self->failed];
+/* Makes a new connection over a failed rail's queue pair. Returns 0 if there is no memory for it. */
+static int renew(const RailsConnection *self, Rail *failed) {
   const char *refused;
   ProxycclConnection *wire = proxyccl_connection_create("verbs", &failed->options, self->runtime, &refused);
   if (wire == NULL) return 0;
@@ -398,76 +434,64 @@ static int renew(RailsConnection *self) {
   return 1;
 }
 
-/* Tells the peer that this rank has connected its queue pair of the failed rail. The peer is told over both rails, one
- * after the other: the second request shows whether the failed rail works. */
-static int tell_up(RailsConnection *self, uint32_t by) {
-  return write_mail(self, by, offsetof(ProxycclRailsMail, up), self->failures);
+/* Tries a rail that both ranks have connected: the peer is told so again, over this rail. */
+static int try(RailsConnection *self, uint32_t number) {
+  Rail *rail = &self->rails[number];
+  enter(self, rail, TRYING);
+  const int status = write_mail(self, number, offsetof(ProxycclRailsMail, up), number, rail->failures);
+  return status == 0 ? ask(self, rail, &rail->asked) : status;
 }
 
-/* Stops the restoration, because a request on the failed rail has failed. If no completion shows the failure, the queue
- * pair may not be in its error state yet. */
-static void leave(RailsConnection *self, int status) {
-  enter_after_failure(self, self->failed, status, status < PROXYCCL_VERBS_COMPLETION ? STOPPING : LEAVING);
-}
-
-/* Advances the restoration of the failed rail. Returns a status if the other rail fails. */
-static int restore(RailsConnection *self, uint32_t *progress) {
-  const uint32_t by = 1 - self->failed;
-  ProxycclConnection *failed = self->rails[self->failed].wire, *other = self->rails[by].wire;
-  int status;
-  if ((self->stage == JOINING || self->stage == LEAVING) && !self->asked) {
-    if (other->transport->ready(other) == 0) return 0;
-    self->asked = 1;
-    return self->stage == JOINING ? tell_up(self, by) : tell_down(self, by);
-  }
-  switch (self->stage) {
-    case ONE_UP:
-      if (word_load(&self->connected) == self->failures && renew(self)) enter(self, JOINING);
-      return 0;
+/* Advances the restoration of a failed rail. */
+static void restore(RailsConnection *self, uint32_t number, uint32_t *progress) {
+  Rail *failed = &self->rails[number];
+  int status = 0;
+  switch (failed->stage) {
+    case DOWN:
+      if (word_load(&failed->connected) == failed->failures && renew(self, failed)) enter(self, failed, JOINING);
+      return;
     case JOINING:
-      if (word_load(&self->mail->up) < self->failures) return 0;
-      enter(self, TRYING);
-      self->finished = 0;
-      status = tell_up(self, self->failed);
-      if (status == 0) status = failed->transport->flush(failed, &self->finished, 1);
-      if (status != 0) leave(self, status);
-      return 0;
+      if (failed->told && word_load(&self->mail->up[number]) >= failed->failures) status = try(self, number);
+      break;
     case TRYING:
-      status = failed->transport->poll(failed, progress);
-      if (status != 0) {
-        leave(self, status);
-      } else if (word_load(&self->finished) == 1) {
-        self->home = self->options.home;
-        self->cut = self->options.cut;
-        enter(self, BOTH_UP);
-      }
-      return 0;
-    default: /* LEAVING */
-      if (word_load(&self->mail->down[self->failed]) >= self->failures) enter(self, ONE_UP);
-      return 0;
+      status = failed->wire->transport->poll(failed->wire, progress);
+      if (status == 0 && word_load(&failed->finished) == failed->asked && !self->recovers) enter(self, failed, UP);
+      break;
+    case LEAVING:
+      if (failed->told && word_load(&self->mail->down[number]) >= failed->failures) enter(self, failed, DOWN);
+      return;
+    default:
+      return;
   }
+  /* If no completion shows a failure, the queue pair may not be in its error state yet. */
+  if (status != 0) enter_after_failure(self, failed, status, status < PROXYCCL_VERBS_COMPLETION ? STOPPING : LEAVING);
 }
 
 /* Polls the rails that are up, and begins a recovery if one fails here or at the peer. */
 static int poll_rails(RailsConnection *self, uint32_t *progress) {
   const uint32_t before = *progress;
-  for (uint32_t i = 0; i < RAILS; ++i) {
+  int status = 0;
+  for (uint32_t i = 0; i < self->count && status == 0; ++i) {
     Rail *rail = &self->rails[i];
-    if (has_failed(self, i)) continue;
-    int status = rail->wire->transport->poll(rail->wire, progress);
+    if (!is_up(self, i)) continue;
+    status = rail->wire->transport->poll(rail->wire, progress);
     remove_complete(rail); /* a wire may complete parts and then fail in one poll */
-    if (status != 0) status = begin_recovery(self, i, status, TELLING);
-    if (status != 0) return status;
+    if (status != 0) status = begin_recovery(self, i, status, WAITING);
   }
-  for (uint32_t i = 0; self->mail != NULL && i < RAILS; ++i) {
-    if (word_load(&self->mail->down[i]) <= self->failures || has_failed(self, 1 - i)) continue;
-    begin_recovery(self, i, PROXYCCL_VERBS_COMPLETION + WR_FLUSH_ERR, STOPPING);
+  if (self->mail == NULL || status != 0) return status;
+  const int progressed = *progress != before;
+  for (uint32_t i = 0; i < self->count && status == 0; ++i) {
+    Rail *rail = &self->rails[i];
+    if (word_load(&self->mail->down[i]) > rail->failures)
+      begin_recovery(self, i, PROXYCCL_VERBS_COMPLETION + WR_FLUSH_ERR, STOPPING); /* later, if no other rail is up */
+    if (rail->stage == UP) continue;
+    status = tell(self, i);
+    if (status == 0) restore(self, i, progress);
+    /* The words of the recovery follow the data that was posted before them. */
+    if (progressed) rail->until_ns = now_ns() + self->options.limit_ns;
+    if (status == 0 && is_recovering(rail)) status = recover(self, i, progress);
   }
-  if (self->stage == BOTH_UP) return 0;
-  if (is_usable(self)) return restore(self, progress);
-  /* The words of the recovery follow the data that was posted before them. */
-  if (*progress != before) self->until_ns = now_ns() + self->options.limit_ns;
-  return recover(self, progress);
+  return status;
 }
 
 static int rails_poll(ProxycclConnection *base, uint32_t *progress) {
@@ -482,69 +506,96 @@ static int rails_poll(ProxycclConnection *base, uint32_t *progress) {
 /* Operations wait in the queue only while a part is outstanding. */
 static int rails_idle(const ProxycclConnection *base) {
   const RailsConnection *self = (const RailsConnection *)base;
-  if (!is_usable(self)) return 0;
-  for (uint32_t i = 0; i < RAILS; ++i) {
+  if (self->recovers) return 0;
+  for (uint32_t i = 0; i < self->count; ++i) {
     const ProxycclConnection *wire = self->rails[i].wire;
-    if (!has_failed(self, i) && !wire->transport->idle(wire)) return 0;
+    if (is_up(self, i) && !wire->transport->idle(wire)) return 0;
   }
   return 1;
 }
 
-void proxyccl_rails_state(const ProxycclConnection *base, ProxycclRailsState *state) {
-  const uint64_t word = word_load(&((const RailsConnection *)base)->state);
+void proxyccl_rails_state(const ProxycclConnection *base, uint32_t rail, ProxycclRailsState *state) {
+  const uint64_t word = word_load(&((const RailsConnection *)base)->rails[rail].state);
   state->failures = word >> STATE_FAILURES_SHIFT;
-  state->down = word & STATE_DOWN;
+  state->is_down = (word & STATE_DOWN) != 0;
   state->is_stopping = (word & STATE_STOPPING) != 0;
   state->is_free = (word & STATE_FREE) != 0;
   state->status = (int)(word >> STATE_STATUS_SHIFT & STATE_STATUS);
   state->losses = (uint32_t)word >> STATE_LOSSES_SHIFT;
 }
 
-void proxyccl_rails_stopped(ProxycclConnection *base, uint64_t failure) {
-  word_store(&self_of(base)->stopped, failure);
+void proxyccl_rails_stopped(ProxycclConnection *base, uint32_t rail, uint64_t failure) {
+  word_store(&self_of(base)->rails[rail].stopped, failure);
 }
 
-void proxyccl_rails_reconnected(ProxycclConnection *base, uint64_t failure) {
-  word_store(&self_of(base)->connected, failure);
+void proxyccl_rails_reconnected(ProxycclConnection *base, uint32_t rail, uint64_t failure) {
+  word_store(&self_of(base)->rails[rail].connected, failure);
+}
+
+/* The queue holds the address of a memory's keys on all rails in place of a key. */
+static ProxycclMemory with_keys(const ProxycclMemory *memory) {
+  ProxycclMemory made = *memory;
+  made.key = (uintptr_t)memory->keys;
+  return made;
+}
+
+static int rails_put(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
+                     const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
+  const ProxycclMemory to = with_keys(dst), from = with_keys(src);
+  return queued_put(base, &to, dst_offset, &from, src_offset, bytes);
+}
+
+static int rails_get(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
+                     const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
+  const ProxycclMemory to = with_keys(dst), from = with_keys(src);
+  return queued_get(base, &to, dst_offset, &from, src_offset, bytes);
+}
+
+static int rails_put_value(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
+                           uint32_t bytes) {
+  const ProxycclMemory to = with_keys(dst);
+  return queued_put_value(base, &to, dst_offset, value, bytes);
 }
 
 static const char *rails_error_text(const ProxycclConnection *base) {
   const RailsConnection *self = (const RailsConnection *)base;
   const char *text = "";
-  for (uint32_t i = 0; i < RAILS && *text == 0; ++i) text = proxyccl_connection_error_text(self->rails[i].wire);
+  for (uint32_t i = 0; i < self->count && *text == 0; ++i) text = proxyccl_connection_error_text(self->rails[i].wire);
   return text;
 }
 
 static void rails_destroy(ProxycclConnection *base) {
   RailsConnection *self = self_of(base);
-  for (uint32_t i = 0; i < RAILS; ++i) proxyccl_connection_destroy(self->rails[i].wire);
+  for (uint32_t i = 0; i < self->count; ++i) proxyccl_connection_destroy(self->rails[i].wire);
   free(self);
 }
 
 static ProxycclConnection *rails_create(const void *given, const ProxycclRuntimeTable *runtime, const char **refused) {
   const ProxycclRailsOptions *options = given;
-  for (uint32_t i = 0; i < RAILS; ++i)
+  if (options->count == 0 || options->count > PROXYCCL_RAILS) *refused = "count";
+  for (uint32_t i = 0; i < options->count && *refused == NULL; ++i)
     if (options->speeds[i] == 0) *refused = "speeds";
-  if (options->home >= RAILS) *refused = "home";
+  if (options->home >= options->count) *refused = "home";
   if (options->cut == 0) *refused = "cut";
   if (options->mail != 0 && options->limit_ns == 0) *refused = "limit_ns";
   if (*refused != NULL) return NULL;
-  RailsConnection *self = calloc(1, sizeof *self);
+  RailsConnection *self = calloc(1, sizeof *self + options->count * sizeof(Rail));
   if (self == NULL) return NULL;
   self->queue.base.transport = &proxyccl_rails_transport;
   self->queue.issue = issue;
   self->home = options->home;
-  self->cut = options->cut;
+  self->count = options->count;
   self->options = *options;
   self->runtime = runtime;
   self->mail = (ProxycclRailsMail *)options->mail;
-  for (uint32_t i = 0; i < RAILS; ++i) {
+  for (uint32_t i = 0; i < self->count; ++i) {
     Rail *rail = &self->rails[i];
     rail->speed = options->speeds[i];
     const void *given_options = options->options[i];
     if (!options->over_fabric) {
       rail->options = *(const ProxycclVerbsOptions *)given_options;
       given_options = &rail->options;
+      self->signal_keys[i] = rail->options.signal_rkey;
     }
     rail->wire = proxyccl_connection_create(options->over_fabric ? "fabric" : "verbs", given_options, runtime, refused);
     if (rail->wire == NULL) {
@@ -559,9 +610,9 @@ const ProxycclTransport proxyccl_rails_transport = {
     .name = "rails",
     .create = rails_create,
     .ready = queued_ready,
-    .put = queued_put,
-    .get = queued_get,
-    .put_value = queued_put_value,
+    .put = rails_put,
+    .get = rails_get,
+    .put_value = rails_put_value,
     .signal = queued_signal,
     .flush = queued_flush,
     .poll = rails_poll,

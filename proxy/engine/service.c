@@ -1,6 +1,7 @@
 /* A service's tables, and other threads' requests to a worker. See engine.h. */
 #include <errno.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "clock.h"
 #include "waking.h"
@@ -22,10 +23,11 @@ void proxyccl_service_destroy(ProxycclService *service) {
 
 uint64_t proxyccl_word_acquire(const uint64_t *word) { return word_load(word); }
 
-int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key,
+int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, const uint64_t *keys,
                                 uint32_t remote_only, char *host) {
   if (id >= PROXYCCL_MAX_MEMORIES) return EINVAL;
-  service->memories[id] = (ProxycclMemory){base, bytes, key, remote_only, host};
+  memcpy(service->keys[id], keys, sizeof service->keys[id]);
+  service->memories[id] = (ProxycclMemory){base, bytes, keys[0], remote_only, host, service->keys[id]};
   return 0;
 }
 

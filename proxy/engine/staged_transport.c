@@ -505,8 +505,13 @@ static int post(Wire *wire, uint32_t *progress) {
     const uint64_t bytes = sizeof(Header) + (header->flags & FILLS ? 0 : header->bytes);
     const ProxycclStagedWire *keys = &self->options.wires[wire->number];
     const PeerArea theirs = peer_area(self, wire);
-    const ProxycclMemory sending = {self->sending, self->options.ring_bytes, keys->area_key, 0, NULL};
-    const ProxycclMemory receiving = {theirs.receiving, self->options.ring_bytes, keys->peer_area_key, 1, NULL};
+    const ProxycclMemory sending = {
+        .base = self->sending, .bytes = self->options.ring_bytes, .key = keys->area_keys[0], .keys = keys->area_keys};
+    const ProxycclMemory receiving = {.base = theirs.receiving,
+                                      .bytes = self->options.ring_bytes,
+                                      .key = keys->peer_area_keys[0],
+                                      .keys = keys->peer_area_keys,
+                                      .remote_only = 1};
     int status = transport->put(link, &receiving, place, &sending, place, bytes);
     const uint64_t arrived = wire->posted;
     counter_set(&wire->posted, arrived + 1);
@@ -809,6 +814,10 @@ ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *base, uint32_t numb
   return &self_of(base)->wires[number].base;
 }
 
+ProxycclConnection *proxyccl_staged_link(ProxycclConnection *base, uint32_t number) {
+  return self_of(base)->wires[number].link;
+}
+
 void proxyccl_staged_wire_set_thread(ProxycclConnection *base, ProxycclWireThread *thread) {
   Wire *wire = (Wire *)base;
   wire->thread = thread != NULL ? thread : &wire->own;
@@ -846,6 +855,7 @@ static ProxycclConnection *create_over(const ProxycclTransport *wire, const Prox
                                        const ProxycclStagedOptions *options, const ProxycclRuntimeTable *runtime,
                                        const char **refused) {
   if ((*refused = staged_refused(options)) != NULL) return NULL;
+  if (options->over_rails) wire = &proxyccl_rails_transport;
   const uint64_t ring = options->ring_bytes, first = sizeof(Words), second = first + ring;
   StagedConnection *self = calloc(1, sizeof *self);
   if (self == NULL) return NULL;
@@ -856,8 +866,10 @@ static ProxycclConnection *create_over(const ProxycclTransport *wire, const Prox
   self->words = (Words *)options->area;
   self->sending = (char *)options->area + first;
   self->receiving = (char *)options->area + second;
-  self->device_sending = (ProxycclMemory){(char *)options->device_area + first, ring, 0, 0, self->sending};
-  self->device_receiving = (ProxycclMemory){(char *)options->device_area + second, ring, 0, 0, self->receiving};
+  self->device_sending =
+      (ProxycclMemory){.base = (char *)options->device_area + first, .bytes = ring, .host = self->sending};
+  self->device_receiving =
+      (ProxycclMemory){.base = (char *)options->device_area + second, .bytes = ring, .host = self->receiving};
   int made = 1;
   for (uint32_t i = 0; i < options->wire_count && made; ++i) made = make_wire(self, i, wire, runtime, refused);
   if (made) {

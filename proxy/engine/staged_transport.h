@@ -9,6 +9,7 @@
 #pragma once
 
 #include "copy_transport.h"
+#include "rails_transport.h"
 
 /* A status of these transports is a status of the wire's transport, PROXYCCL_STAGED_COPY_OUT or PROXYCCL_STAGED_COPY_IN
  * plus the driver's status, or PROXYCCL_STAGED_REFUSED plus a ProxycclStagedRefusal. */
@@ -49,16 +50,17 @@ typedef struct ProxycclRemoteWriteTarget {
 void proxyccl_remote_write_target_set(ProxycclRemoteWriteTarget *target, uint64_t base, uint64_t bytes, uint64_t host);
 
 typedef struct ProxycclStagedWire {
-  const void *options;    /* options of the wire's transport; the key for signals in these options is the peer area's
-                             key */
-  uint64_t area_key;      /* the key of this rank's area, for the wire's requests */
-  uint64_t peer_area;     /* the address of the peer's area in the wire's requests */
-  uint64_t peer_area_key; /* the key of the peer's area in the wire's requests */
+  const void *options; /* options of the wire's transport, or a ProxycclRailsOptions if `over_rails` is set; the key for
+                          signals in these options is the peer area's key */
+  uint64_t area_keys[PROXYCCL_RAILS];      /* the keys of this rank's area, for the wire's requests, by rail */
+  uint64_t peer_area;                      /* the address of the peer's area in the wire's requests */
+  uint64_t peer_area_keys[PROXYCCL_RAILS]; /* the keys of the peer's area in the wire's requests, by rail */
 } ProxycclStagedWire;
 
 typedef struct ProxycclStagedOptions {
   ProxycclStagedWire wires[PROXYCCL_STAGED_WIRES]; /* the wires, in the same order as on the peer */
   uint32_t wire_count;
+  uint32_t over_rails;   /* 1 if each wire is a connection over rails */
   uint32_t credits_tell; /* 1 if a message's credit implies that the requests that wrote the message are complete, as on
                             a byte stream */
   uintptr_t area;        /* this rank's area, pinned and registered: PROXYCCL_STAGED_WORDS_BYTES zeroed bytes, then the
@@ -76,6 +78,9 @@ typedef struct ProxycclConnection ProxycclConnection;
 /* Returns a wire as a connection that another worker may poll. The other worker must end before the staged connection
  * is destroyed. No other worker has to poll the wire, because the staged connection polls its wires itself. */
 ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *connection, uint32_t number);
+
+/* Returns a wire's connection of the wire's transport. */
+ProxycclConnection *proxyccl_staged_link(ProxycclConnection *connection, uint32_t number);
 
 /* State shared by the thread that serves all wires of one endpoint and the workers of these wires' connections. */
 typedef struct ProxycclWireThread {

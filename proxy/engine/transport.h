@@ -15,10 +15,11 @@
 typedef struct ProxycclMemory {
   char *base;           /* the window's address in the transport's operations */
   uint64_t bytes;       /* bytes from `base` to the end of the memory; 0 if the id is not in use */
-  uint64_t key;         /* the memory's key, as the transport defines it */
+  uint64_t key;         /* the memory's key, as the transport defines it; with several adapters, that of the first */
   uint32_t remote_only; /* 1 if the memory can only be accessed through a remote link, by `key`; local copies must not
                            use `base` */
   char *host;           /* the CPU's address of the window; NULL if the CPU may not access the memory */
+  const uint64_t *keys; /* the memory's keys on all adapters, PROXYCCL_RAILS of them; only `rails` reads them */
 } ProxycclMemory;
 
 typedef struct ProxycclConnection ProxycclConnection;

@@ -5,7 +5,7 @@
 
 /* <name>_transport.c defines proxyccl_<name>_transport, and <name>_transport.h defines the transport's options.
  * staged_transport.c and .h define both staged transports. */
-#define PROXYCCL_TRANSPORTS(each) each(copy) each(verbs) each(staged) each(fabric) each(staged_fabric) each(rails)
+#define PROXYCCL_TRANSPORTS(each) each(copy) each(verbs) each(fabric) each(rails) each(staged) each(staged_fabric)
 
 #define PROXYCCL_DECLARE_TRANSPORT(name) extern const ProxycclTransport proxyccl_##name##_transport;
 PROXYCCL_TRANSPORTS(PROXYCCL_DECLARE_TRANSPORT)

@@ -3,6 +3,7 @@
 
 #include "engine.h"
 #include "order.h"
+#include "rails_transport.h"
 #include "schedule.h"
 #include "ring.h"
 #include "trace.h"
@@ -42,6 +43,8 @@ struct ProxycclService {
                        schedule-end */
   Schedule *schedules[PROXYCCL_MAX_SCHEDULES];
   ProxycclMemory memories[PROXYCCL_MEMORY_IDS];
+  /* The memories' keys. Operations of `rails` hold addresses of rows. */
+  uint64_t keys[PROXYCCL_MAX_MEMORIES][PROXYCCL_RAILS];
   Channel channels[PROXYCCL_MAX_CHANNELS];
 };
 

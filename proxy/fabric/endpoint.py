@@ -74,8 +74,7 @@ class FabricEndpoint(RegistrationCache):
         options: the endpoint's settings.
         waits: whether to open the completion queue with a file descriptor that becomes readable when there is a
             completion; ignored if the provider does not support such a descriptor.
-        interfaces: the number of interfaces that the rank uses. With several interfaces, keys have 32 bits
-            (`RailRegistrations`).
+        interfaces: the number of interfaces that the rank uses.
 
     Attributes:
         offer: the provider and its interface.
@@ -93,7 +92,7 @@ class FabricEndpoint(RegistrationCache):
         super().__init__()
         self.offer = offer
         self._interfaces = interfaces
-        self._key_bits = 8 * min(offer.key_bytes, 8 if interfaces == 1 else 4)
+        self._key_bits = 8 * min(offer.key_bytes, 8)
         self.ordered = offer.ordered and options.signal != "delivered"
         self.joined = self.ordered and offer.parts >= lib.PROXYCCL_FABRIC_PARTS and options.signal == "auto"
         self.depth = min(options.depth, offer.depth)

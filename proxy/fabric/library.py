@@ -22,7 +22,7 @@ from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavaila
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.requirements import INSTALL, library_name
 from proxyccl.proxy.placement import NOWHERE, SYSFS, Nearness, NearnessTo, Place, nearest
-from proxyccl.proxy.remote_options import RAILS, FabricOptions
+from proxyccl.proxy.remote_options import FabricOptions
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -271,12 +271,11 @@ def choose_offers(
     near: Place = NOWHERE,
     *,
     local_rank: int = 0,
-    most: int = RAILS,
     root: Path = SYSFS,
 ) -> list[FabricOffer]:
-    """Returns the offers of a rank's interfaces: of the `options.interfaces`, the `most` (1 or 2) that are nearest to
-    the rank's place `near`, in the order of their names; without `interfaces`, one offer. Each is an offer of the first
-    provider, in libfabric's order, that reaches other hosts.
+    """Returns the offers of a rank's interfaces: of the `options.interfaces`, the `options.rails` that are nearest
+    to the rank's place `near`, in the order of their names; without `interfaces`, one offer. Each is an offer of the
+    first provider, in libfabric's order, that reaches other hosts.
 
     Skips interfaces with loopback or link-local addresses, and prefers IPv4 to IPv6. If the provider's interfaces have
     no IP addresses, chooses among the interfaces that are nearest to `near`, over which `local_rank` distributes the
@@ -296,9 +295,9 @@ def choose_offers(
     chosen = [nearest(_usable(offers, options, option, name), distance, 1, local_rank)[0] for name in names]
     if len({offer.domain for offer in chosen}) < len(chosen) or len({offer.kind for offer in chosen}) > 1:
         raise ArgumentError("interfaces", f"must name different interfaces of one provider, not {_listed(chosen)}")
-    if most == 1 and chosen[0].address is not None:
+    if options.rails == 1 and chosen[0].address is not None:
         return chosen[:1]
-    return nearest(chosen, distance, most, local_rank)
+    return nearest(chosen, distance, options.rails, local_rank)
 
 
 def _usable(offers: list[FabricOffer], options: FabricOptions, option: str, text: str | None) -> list[FabricOffer]:

@@ -62,7 +62,8 @@ class ChannelRates(Message, frozen=True):
     errors: int  # number of triggers that have failed since the channel was created
     # Number of failures of the connection, on all its channels, since the connection was created.
     connection_errors: int
-    rails_up: int = 0  # number of the connection's rails in use; 0 for a connection without rails
+    rails: int = 0  # number of the connection's rails; 0 for a connection without rails
+    rails_up: int = 0  # number of the connection's rails in use
     rail_failures: int = 0  # number of failures of a rail of the connection
 
 
@@ -153,6 +154,7 @@ def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None,
         timed_flushes=flushes,
         errors=new.errors,
         connection_errors=connection.errors if connection else 0,
+        rails=connection.rails if connection else 0,
         rails_up=connection.rails_up if connection else 0,
         rail_failures=connection.rail_failures if connection else 0,
         **{f"{name}_per_s": (getattr(new, name) - getattr(old, name)) / seconds for name in counted},

@@ -64,7 +64,8 @@ class ConnectionView(Message, frozen=True):
     # Number of triggers and of schedules' sends that were not known to be complete at the worker's last poll.
     outstanding: int
     errors: int  # number of failures
-    rails_up: int = 0  # number of rails in use; 0 for a connection without rails
+    rails: int = 0  # number of rails; 0 for a connection without rails
+    rails_up: int = 0  # number of rails in use
     rail_failures: int = 0  # number of failures of a rail
 
 
@@ -179,8 +180,9 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
             completed = int(stats.completed)  # read before `issued`, so that `outstanding` is not negative
             transport = ffi.string(stats.transport).decode(errors="replace")
             outstanding = max(0, stats.issued - completed)
-            counts = (completed, outstanding, int(stats.errors), int(stats.rails_up), int(stats.rail_failures))
-            connections.append(ConnectionView(worker, number, peer_of(stats), transport, *counts))
+            counts = (completed, outstanding, int(stats.errors))
+            rails = (int(stats.rails), int(stats.rails_up), int(stats.rail_failures))
+            connections.append(ConnectionView(worker, number, peer_of(stats), transport, *counts, *rails))
         return connections
 
     def _channels(self) -> list[ChannelView]:

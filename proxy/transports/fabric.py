@@ -15,7 +15,6 @@ from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.requirements import NEEDS, missing
 from proxyccl.proxy.interface import EndpointInfo, EndpointWire
-from proxyccl.proxy.registrations import rail_key
 from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
 from proxyccl.proxy.transports.staged_connection import StagedEndpoint, Wire, staged_over
 from proxyccl.proxy.transports.transport import RailsOptions, RemoteFunctions, Transport, connect, require_unstaged
@@ -51,9 +50,10 @@ class _Endpoint:
     def __init__(self, device: FabricContext) -> None:
         self._device = device
         segment = device.registered_segment
-        first, *more = [endpoint.address for endpoint in device.endpoints]
-        wires = tuple(EndpointWire(address, 0, 0) for address in more)
-        self.info = EndpointInfo(first, segment.address, segment.key, more=wires)
+        first, *more = [
+            EndpointWire(endpoint.address, key, 0) for endpoint, key in zip(device.endpoints, segment.keys, strict=True)
+        ]
+        self.info = EndpointInfo(first.endpoint, segment.address, first.rkey, more=tuple(more))
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
         require_unstaged(theirs)
@@ -61,8 +61,7 @@ class _Endpoint:
         if len(endpoints) == 1:
             return endpoints[0].connect(theirs.endpoint, theirs.rkey)
         rails = [
-            endpoint.connect(end.endpoint, rail_key(theirs.rkey, number))
-            for number, (endpoint, end) in enumerate(zip(endpoints, theirs.wires(), strict=True))
+            endpoint.connect(end.endpoint, end.rkey) for endpoint, end in zip(endpoints, theirs.wires(), strict=True)
         ]
         rates = [int(endpoint.offer.rate) for endpoint in endpoints]
         speeds = rates if all(rates) else [1] * len(rates)  # a provider need not know an interface's rate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -12,6 +12,13 @@ from msgspec import Struct
 from proxyccl.proxy import _engine
 
 ffi, lib = _engine.ffi, _engine.lib
+
+
+class Mail(Struct, frozen=True):
+    """The memory in which the peer of a connection reports failed rails (a ProxycclRailsMail)."""
+
+    address: int
+    keys: Sequence[int]  # by rail
 
 
 class Rail(Struct, frozen=True):
@@ -30,15 +37,35 @@ class Rail(Struct, frozen=True):
     reconnect: Callable[[int], bool]
 
 
-class WatchedConnection(Struct):
-    """A connection over rails, whose `pointer` and `stats` must stay valid until `RailWatch.close` returns True."""
+class WatchedRail(Struct):
+    """A rail of a connection of the transport `rails`, which must stay valid until `RailWatch.close` returns True."""
 
-    rails: Sequence[Rail]
+    rail: Rail
     pointer: Any  # the ProxycclConnection
-    stats: Any  # the ProxycclConnectionStats that show the rails to observers
-    peer: int | None  # rank of the peer
+    number: int  # the rail's number in the connection
     losses: int = 0  # of the ProxycclRailsState at the last look
-    reconnected: int = 0  # number of the failure after which a rail was last connected again
+    reconnected: int = 0  # number of the failure after which the rail was last connected again
+
+    def state(self) -> Any:
+        """Returns the rail's ProxycclRailsState."""
+        state = ffi.new("ProxycclRailsState *")
+        lib.proxyccl_rails_state(self.pointer, self.number, state)
+        return state
+
+
+def watched_rails(connections: Iterable[tuple[Any, Sequence[Rail]]]) -> tuple[WatchedRail, ...]:
+    """Returns the rails of connections of the transport `rails`, given the connections and each one's rails."""
+    return tuple(
+        WatchedRail(rail, pointer, number) for pointer, rails in connections for number, rail in enumerate(rails)
+    )
+
+
+class WatchedConnection(Struct):
+    """The rails of a connection to a peer."""
+
+    rails: Sequence[WatchedRail]
+    stats: Any  # the ProxycclConnectionStats that show the rails to observers; valid as long as the rails
+    peer: int | None  # rank of the peer
 
 
 class RailWatch:
@@ -75,7 +102,7 @@ class RailWatch:
         while not self._stop.wait(self.PERIOD):
             # Recoveries wait for `stop`, and one attempt to connect may take a second. So all connections are looked at
             # before the first attempt, and again when attempts have taken one period.
-            free = [each for each in tuple(self._watched) if self._look(each)]
+            free = [rail for each in tuple(self._watched) for rail in self._look(each)]
             until = time.monotonic() + self.PERIOD
             for _ in free:
                 turn += 1
@@ -83,31 +110,27 @@ class RailWatch:
                 if time.monotonic() > until or self._stop.is_set():
                     break
 
-    def _state(self, each: WatchedConnection) -> Any:
-        state = ffi.new("ProxycclRailsState *")
-        lib.proxyccl_rails_state(each.pointer, state)
-        return state
+    def _look(self, connection: WatchedConnection) -> list[WatchedRail]:
+        """Stops the queue pairs of failed rails if the engine asks. Returns the rails that may be connected again."""
+        states = [(each, each.state()) for each in connection.rails]
+        stats = connection.stats
+        down = {each.rail.adapter for each, state in states if state.is_down}
+        stats.rails_up = len({each.rail.adapter for each in connection.rails} - down)
+        for each, state in states:
+            if state.is_stopping and each.rail.stop():
+                lib.proxyccl_rails_stopped(each.pointer, each.number, state.failures)
+            if state.is_down and state.losses != each.losses:
+                # At most one more, because a rail is connected again only after a look.
+                each.losses = state.losses
+                stats.rail_failures += 1
+                others = [o.rail.adapter for o, s in states if o.pointer == each.pointer and not s.is_down]
+                text = f"the adapter {each.rail.adapter} no longer reaches rank {connection.peer} "
+                text += f"({self._status_text(state.status)}); all data goes by {' and '.join(others)} "
+                self._warn(text + f"(failure {stats.rail_failures} of the connection)")
+        return [each for each, state in states if state.is_free and each.reconnected != state.failures]
 
-    def _look(self, each: WatchedConnection) -> bool:
-        """Stops a failed rail's queue pair if the engine asks. Returns whether the rail may be connected again."""
-        state = self._state(each)
-        each.stats.rails_up = len(each.rails) - (state.down > 0)
-        if not state.down:
-            return False
-        failed, other = each.rails[state.down - 1], each.rails[2 - state.down]
-        if state.is_stopping and failed.stop():
-            lib.proxyccl_rails_stopped(each.pointer, state.failures)
-        if state.losses != each.losses:  # at most one more, because a rail is connected again only after a look
-            each.losses = state.losses
-            each.stats.rail_failures += 1
-            reason = self._status_text(state.status)
-            text = f"the adapter {failed.adapter} no longer reaches rank {each.peer} ({reason})"
-            text += f"; all data goes by {other.adapter} (failure {each.stats.rail_failures} of the connection)"
-            self._warn(text)
-        return bool(state.is_free) and each.reconnected != state.failures
-
-    def _reconnect(self, each: WatchedConnection) -> None:
-        state = self._state(each)
-        if state.is_free and each.rails[state.down - 1].reconnect(state.failures):
+    def _reconnect(self, each: WatchedRail) -> None:
+        state = each.state()
+        if state.is_free and each.rail.reconnect(state.failures):
             each.reconnected = state.failures
-            lib.proxyccl_rails_reconnected(each.pointer, state.failures)
+            lib.proxyccl_rails_reconnected(each.pointer, each.number, state.failures)

@@ -20,12 +20,12 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import EndpointInfo
 from proxyccl.proxy.registrations import RemoteDevice
 from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
-from proxyccl.proxy.transports.rails import Rail
+from proxyccl.proxy.transports.rails import Mail, Rail, WatchedRail, watched_rails
 
 ffi, lib = _engine.ffi, _engine.lib
 
 _CUT = 128 << 10
-"""Puts and gets of at least this many bytes are divided between two rails."""
+"""Puts and gets of at least this many bytes are divided between the rails."""
 
 
 class EngineRuntime:
@@ -79,7 +79,7 @@ class EngineConnection(Struct, frozen=True):
     wires: tuple[tuple[int, Any], ...] = ()
     ends: int = 0  # the number of this rank's endpoints for wires; wire numbers are below `ends`
     rails: int = 0  # the number of the connection's rails; 0 for a connection without rails
-    watched: tuple[Rail, ...] = ()  # the rails that can be connected again after a failure
+    watched: tuple[WatchedRail, ...] = ()  # the rails that can be connected again after a failure
 
 
 def create(engine: EngineRuntime, transport: str, native_options: Any, *parts: Any, needs: str = "") -> Any:
@@ -125,12 +125,24 @@ class RailsOptions(Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, options: Sequence[Any], speeds: Sequence[int], rails: Sequence[Rail] = (), **fields: int
+        cls,
+        options: Sequence[Any],
+        speeds: Sequence[int],
+        rails: Sequence[Rail] = (),
+        mails: tuple[Mail, Mail] | None = None,
+        **fields: int,
     ) -> RailsOptions:
-        """Makes options; `fields` are other fields of ProxycclRailsOptions."""
-        native = fill(ffi.new("ProxycclRailsOptions *"), **{"cut": _CUT, **fields})
+        """Makes options. `mails` are this rank's and the peer's memory for reports of failed rails; None if a failed
+        rail ends the connection. `fields` are other fields of ProxycclRailsOptions.
+        """
+        native = fill(ffi.new("ProxycclRailsOptions *"), **{"count": len(options), "cut": _CUT, **fields})
         for i, (each, speed) in enumerate(zip(options, speeds, strict=True)):
             native.options[i], native.speeds[i] = each, speed
+        if mails is not None:
+            own, peer = mails
+            native.mail, native.peer_mail = own.address, peer.address
+            for i in range(len(options)):
+                native.mail_keys[i], native.peer_mail_keys[i] = own.keys[i], peer.keys[i]
         return cls(native, tuple(options), tuple(rails))
 
 
@@ -139,11 +151,9 @@ def connect(engine: EngineRuntime, transport: str, options: Any, needs: str) -> 
     the errors are those of `create`.
     """
     if isinstance(options, RailsOptions):
-        return EngineConnection(
-            create(engine, "rails", options.native, *options.options, needs=needs),
-            rails=len(options.options),
-            watched=options.rails,
-        )
+        pointer = create(engine, "rails", options.native, *options.options, needs=needs)
+        watched = watched_rails([(pointer, options.rails)])
+        return EngineConnection(pointer, rails=len(options.options), watched=watched)
     return EngineConnection(create(engine, transport, options, needs=needs))
 
 

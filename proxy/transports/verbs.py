@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import EndpointInfo, EndpointWire
-from proxyccl.proxy.registrations import Registration, rail_key
+from proxyccl.proxy.registrations import Registration
 from proxyccl.proxy.remote_options import RdmaOptions, RemoteSetup, TransportOptions
-from proxyccl.proxy.transports.rails import Rail
+from proxyccl.proxy.transports.rails import Mail, Rail
 from proxyccl.proxy.transports.staged_connection import STATUSES, StagedEndpoint, Wire, staged_over
 from proxyccl.proxy.transports.transport import RailsOptions, RemoteFunctions, Transport, connect, require_unstaged
 from proxyccl.proxy.verbs.requirements import NEEDS, missing
@@ -92,6 +92,7 @@ class _Endpoint:
         self._device, segment = device, device.setup.segment
         registration = device.registrations.register(segment.host_ptr, segment.nbytes)
         self._mail: Registration | None = None
+        area, mail_keys = 0, (0,) * len(device.devices)
         with contextlib.ExitStack() as undo:
             self._rails = []
             for each in device.devices:
@@ -102,11 +103,12 @@ class _Endpoint:
                 undo.callback(mail.close)
                 self._mail = device.registrations.register(mail.host_ptr, mail.nbytes)
                 undo.callback(device.registrations.release, self._mail)
+                area, mail_keys = self._mail.address, self._mail.keys
             self._close = undo.pop_all().close
-        first, *more = [rail.address for rail in self._rails]
-        key, address = (self._mail.key, self._mail.address) if self._mail is not None else (0, 0)
+        links = zip(self._rails, registration.keys, mail_keys, strict=True)
+        first, *more = [EndpointWire(rail.address, key, area, mail_key) for rail, key, mail_key in links]
         self.info = EndpointInfo(
-            first, segment.host_ptr, registration.key, more=tuple(EndpointWire(each, key, address) for each in more)
+            first.endpoint, segment.host_ptr, first.rkey, area, mail_rkey=first.mail_rkey, more=tuple(more)
         )
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
@@ -114,18 +116,18 @@ class _Endpoint:
         require_unstaged(theirs)
         options = []
         ends = theirs.wires()
-        for number, (rail, end) in enumerate(zip(self._rails, ends, strict=False)):
+        for rail, end in zip(self._rails, ends, strict=False):
             rail.connect(end.endpoint, timeout, given_up)
-            options.append(rail.engine_options(rail_key(theirs.rkey, number)))
+            options.append(rail.engine_options(end.rkey))
         if len(options) == 1:
             return options[0]
-        devices = self._device.devices
-        rails = [Rail(each.name, rail.stop, rail.reconnect) for each, rail in zip(devices, self._rails, strict=True)]
+        devices = self._device.devices[: len(options)]
+        rails = [Rail(each.name, rail.stop, rail.reconnect) for each, rail in zip(devices, self._rails, strict=False)]
         fields = {"home": self._device.next_home(len(rails)), "limit_ns": _recovery_limit(self._device.options)}
-        if self._mail is not None and ends[1].area:
-            fields |= {"mail": self._mail.address, "mail_keys": self._mail.local_key}
-            fields |= {"peer_mail": ends[1].area, "peer_mail_keys": ends[1].rkey}
-        return RailsOptions.of(options, [each.speed for each in devices], rails, **fields)
+        mails = None
+        if self._mail is not None and theirs.area:
+            mails = Mail(self._mail.address, self._mail.local_keys), Mail(theirs.area, [end.mail_rkey for end in ends])
+        return RailsOptions.of(options, [each.speed for each in devices], rails, mails, **fields)
 
     def close(self) -> None:
         self._close()
@@ -159,17 +161,29 @@ def _make_wire(device: VerbsDevice, number: int) -> Wire:
         endpoint.connect(theirs.endpoint, timeout, given_up)
         return endpoint.engine_options(theirs.rkey)
 
-    return Wire(endpoint.address, number, connect, endpoint.close)
+    rail = Rail(device.name, endpoint.stop, endpoint.reconnect) if endpoint.signal == "write" and device.reads else None
+    return Wire(endpoint.address, number, connect, endpoint.close, rail)
+
+
+def _make_wires(devices: Sequence[VerbsDevice]) -> list[Wire]:
+    """Makes a wire on each device. With several devices that can recover from failures, also makes a second wire on the
+    device that follows each.
+    """
+    wires = [_make_wire(each, number) for number, each in enumerate(devices)]
+    if len(devices) > 1 and all(wire.rail is not None for wire in wires):
+        wires += [_make_wire(devices[(number + 1) % len(devices)], number) for number in range(len(devices))]
+    return wires
 
 
 def _make_staged_endpoint(device: VerbsContext) -> StagedEndpoint:
     return StagedEndpoint(
         device,
         device.registrations_by_rail,
-        lambda: [_make_wire(each, number) for number, each in enumerate(device.devices)],
+        lambda: _make_wires(device.devices),
         ring_bytes=device.options.staging_bytes,
         chunk_bytes=device.options.staging_chunk,
         credits_tell=False,
+        limit_ns=_recovery_limit(device.options),
     )
 
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
+from proxyccl.proxy.interface import issue_warning
 from proxyccl.proxy.placement import NOWHERE, SYSFS, Nearness, NearnessTo, Place, nearest, numa_node_of, pci_path, read
-from proxyccl.proxy.remote_options import MTUS, RAILS, RdmaOptions
+from proxyccl.proxy.remote_options import MTUS, RdmaOptions
 from proxyccl.proxy.verbs.address import LINK_LAYERS
 from proxyccl.proxy.verbs.pyverbs_api import DEVICES, Pyverbs, load
 
@@ -283,10 +284,13 @@ def choose_devices(
     *,
     local_rank: int = 0,
     root: Path = SYSFS,
+    warn: Callable[[str], None] = issue_warning,
 ) -> list[DeviceChoice]:
     """Chooses one device: the nearest of the ports that the options allow; of equally near ports, the fastest. Of the
-    devices that `options.devices` names, chooses two by the same rule, in the order of their names. Several ports that
-    are equally near and fast are divided among a node's ranks (`nearest`).
+    devices that `options.devices` names, chooses `options.rails` by the same rule, in the order of their names. Several
+    ports that are equally near and fast are divided among a node's ranks (`nearest`).
+
+    Named devices without an active port are left out with a warning, if another named device has an active port.
 
     By default the GID is the port's `best_gid`. Options override the choice of device, port and GID.
 
@@ -296,6 +300,7 @@ def choose_devices(
         near: the rank's place.
         local_rank: the rank's number on its node.
         root: the directory where sysfs is mounted, from which distances are read.
+        warn: issues a warning with a text.
 
     Raises:
         ArgumentError: an option names a device, port or GID that does not exist or is not active; the message lists the
@@ -308,13 +313,21 @@ def choose_devices(
         device, port = placed
         return nearness(device.pci_path, device.numa_node), -port.rate
 
-    option, names = ("devices", options.devices) if options.devices else ("device", (options.device,))
+    option, names = "device", [options.device]
+    if options.devices is not None:
+        usable = {device.name for device, port in active_ports(devices) if options.port in (None, port.number)}
+        left_out = [each for each in devices if each.name in options.devices and each.name not in usable]
+        option, names = "devices", [*options.devices]
+        if 0 < len(left_out) < len(names):
+            names = [name for name in options.devices if all(name != each.name for each in left_out)]
+            states = _states(left_out)
+            warn(f"the option devices names RDMA devices that are left out, because they can't be used: {states}")
     ports = [nearest(_usable_ports(devices, options, option, name), distance, 1, local_rank)[0] for name in names]
     if len({port.link_layer for _, port in ports}) > 1:
         kinds = _listed(f"{device.name} ({port.link_layer})" for device, port in ports)
         raise ArgumentError(option, f"must have links of one kind, because InfiniBand can't reach RoCE, not {kinds}")
     chosen = []
-    for device, port in nearest(ports, distance, RAILS, local_rank):
+    for device, port in nearest(ports, distance, options.rails, local_rank):
         assert port.best_gid is not None
         index = port.best_gid.index if options.gid_index is None else options.gid_index
         chosen.append(DeviceChoice(device, port.number, index))

@@ -104,7 +104,7 @@ class Registrations(RegistrationCache):
 
 
 class VerbsContext(RemoteDevice):
-    """A rank's opened RDMA devices: one, or two of those that `RdmaOptions.devices` names. Each context has its own
+    """A rank's opened RDMA devices: one, or several of those that `RdmaOptions.devices` names. Each context has its own
     protection domains, so a device refuses the keys of other contexts.
 
     Attributes:
@@ -123,7 +123,8 @@ class VerbsContext(RemoteDevice):
         self.options = options
         self.devices: list[VerbsDevice] = []
         with contextlib.ExitStack() as undo:
-            for choice in choose_devices(rdma_devices(), options, setup.near, local_rank=setup.local_rank):
+            devices, rank = rdma_devices(), setup.local_rank
+            for choice in choose_devices(devices, options, setup.near, local_rank=rank, warn=setup.warn):
                 self.devices.append(VerbsDevice(choice, options))
                 undo.callback(self.devices[-1].close)
             self.registrations_by_rail = [Registrations(device) for device in self.devices]

@@ -340,7 +340,7 @@ def test_memory_that_remote_links_alone_know_is_not_copied(end: str) -> None:
     def body(comm: Communicator) -> BaseException | None:
         memory = comm.register(comm.empty(SIZE, "uint8"))
         channels, kernels = comm.proxy_channels(memory), comm.compile(PUSH)
-        remote = comm.proxy.add_remote_memory(4096, SIZE, 17)  # 4096 is not an address of this process
+        remote = comm.proxy.add_remote_memory(4096, SIZE, [17])  # 4096 is not an address of this process
         ends = (memory.peer_id(1 - comm.rank), remote) if end == "source" else (remote, memory.id)
         meet(comm)
         if comm.rank == 0:

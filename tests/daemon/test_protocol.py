@@ -178,13 +178,14 @@ def test_ids_of_another_client_are_none_of_this_ones(daemon: RunningDaemon, byst
         {"do": "drain", "timeout": -1},
         {"do": "drain", "timeout": float("nan")},
         {"do": "free_channels", "channels": {"0": 1}, "connection": 0},
-        {"do": "add_memory", "key": 0, "handle": "not base64", "nbytes": 1},
-        {"do": "add_memory", "key": 0, "handle": 3, "nbytes": 1},
+        {"do": "add_memory", "keys": [], "handle": "not base64", "nbytes": 1},
+        {"do": "add_memory", "keys": [], "handle": 3, "nbytes": 1},
         {"do": "add_pinned_memory"},
         {"do": "add_pinned_memory", "handle": 3},
         {"do": "add_pinned_memory", "handle": b"\0", "nbytes": 1},
-        {"do": "add_remote_memory", "address": 4096, "nbytes": 1, "key": 1 << 64},
-        {"do": "add_remote_memory", "address": -1, "nbytes": 1, "key": 0},
+        {"do": "add_remote_memory", "address": 4096, "nbytes": 1, "keys": [1 << 64]},
+        {"do": "add_remote_memory", "address": -1, "nbytes": 1, "keys": []},
+        {"do": "add_remote_memory", "address": 4096, "nbytes": 1, "keys": [1] * 9},
         {"do": "unsupported_reason", "transport": "verbs"},
         {"do": "make_endpoint", "peer": 1, "transport": "verbs"},
         {"do": "connect_endpoint", "peer": 1, "theirs": structs.asdict(EndpointInfo(b"", 0, 0)), "timeout": 1},
@@ -239,10 +240,13 @@ def test_a_request_that_makes_no_sense_ends_its_client(daemon: RunningDaemon, re
             "channels[1]: expected int <= 1023, got 1024",
         ),
         (
-            {"do": "add_remote_memory", "address": 1 << 64, "nbytes": 1, "key": 0},
+            {"do": "add_remote_memory", "address": 1 << 64, "nbytes": 1, "keys": []},
             "address: expected an integer of at most",
         ),
-        ({"do": "add_memory", "key": 0, "handle": "@", "nbytes": 1}, "handle: Invalid base64 encoded string, got '@'"),
+        (
+            {"do": "add_memory", "keys": [], "handle": "@", "nbytes": 1},
+            "handle: Invalid base64 encoded string, got '@'",
+        ),
         (opening(shared_offset=OFFSET + 8), "options.shared_offset: expected int that's a multiple of 128, got "),
         ({"do": "connect_copy", "peer": "x" * 1000}, "peer: expected int | null, got '" + 99 * "x" + "…"),
     ],
@@ -275,8 +279,8 @@ def test_memory_that_can_not_be_mapped_is_refused(daemon: RunningDaemon) -> None
         used = client.use()
         handle = client.buffer.export(client.buffer.ptr, 4096)
         refused = [
-            {"do": "add_memory", "key": 0, "handle": b"\0", "nbytes": 1},
-            {"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4097},
+            {"do": "add_memory", "keys": [], "handle": b"\0", "nbytes": 1},
+            {"do": "add_memory", "keys": [], "handle": handle, "nbytes": 4097},
             {"do": "add_pinned_memory", "handle": b"\0"},
             {"do": "add_pinned_memory", "handle": client.buffer.export(client.buffer.ptr, 4097)},
             {"do": "add_pinned_memory", "handle": client.buffer.export(client.buffer.ptr + 4096, 1)},
@@ -287,7 +291,7 @@ def test_memory_that_can_not_be_mapped_is_refused(daemon: RunningDaemon) -> None
             answer = client.say(request)
             assert answer is not None
             assert answer["error"] == "argument", request
-        assert client.say({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096}) is not None
+        assert client.say({"do": "add_memory", "keys": [], "handle": handle, "nbytes": 4096}) is not None
 
 
 @pytest.mark.usefixtures("bystander")
@@ -295,13 +299,19 @@ def test_numbers_that_are_not_free_are_refused(daemon: RunningDaemon) -> None:
     memory = SharedMemory.allocate(4096)
     part, long = memory.export(memory.ptr, 4096), 5 << 32  # five windows of 4 GiB
     wrong: dict[str, dict[str, Any]] = {
-        "first: the ids from 0 to 0": {"do": "add_memory", "key": 0, "handle": part, "nbytes": 4096, "first": 0},
-        "first: the ids from 0 to 4": {"do": "add_remote_memory", "address": 8, "nbytes": long, "key": 1, "first": 0},
+        "first: the ids from 0 to 0": {"do": "add_memory", "keys": [], "handle": part, "nbytes": 4096, "first": 0},
+        "first: the ids from 0 to 4": {
+            "do": "add_remote_memory",
+            "address": 8,
+            "nbytes": long,
+            "keys": [1],
+            "first": 0,
+        },
         "first: the ids from 507 to 511": {
             "do": "add_remote_memory",
             "address": 8,
             "nbytes": long,
-            "key": 1,
+            "keys": [1],
             "first": 507,
         },
         "first: the ids from 0 to 0 are": {"do": "add_pinned_memory", "handle": memory.handle, "first": 0},
@@ -331,7 +341,7 @@ def test_objects_are_made_with_the_numbers_that_the_client_wants(daemon: Running
         assert client.result({"do": "reserve_channel", "connection": 0, "channel": 77})[0] == 77
         assert client.result({"do": "reserve_elsewhere", "channel": 1023}) == 1023
         assert client.result({"do": "reserve_elsewhere"}) == 1
-        memory = {"do": "add_remote_memory", "address": 8, "nbytes": 5 << 32, "key": 1}
+        memory = {"do": "add_remote_memory", "address": 8, "nbytes": 5 << 32, "keys": [1]}
         assert client.result(memory | {"first": 503}) == 503
         assert client.result(memory) == 1
         assert client.result({"do": "suspend", "timeout": 5}) == {"0": [0, 0], "77": [0, 0]}
@@ -387,7 +397,7 @@ def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClie
             assert used
             handle = client.buffer.export(client.buffer.ptr, 64)
             valid: list[dict[str, Any]] = [
-                {"do": "add_memory", "key": 0, "handle": handle, "nbytes": 64},
+                {"do": "add_memory", "keys": [], "handle": handle, "nbytes": 64},
                 {"do": "add_pinned_memory", "handle": handle},
                 {"do": "remove_memory", "first": rng.randrange(4)},
                 {"do": "connect_copy", "peer": rng.randrange(4)},
@@ -400,7 +410,7 @@ def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClie
                 {"do": "drain", "timeout": 0.001},
                 {"do": "add_schedule", "schedule": client.schedule(used)},
                 {"do": "remove_schedule", "number": rng.randrange(1, 4)},
-                {"do": "add_remote_memory", "address": 4096, "nbytes": 64, "key": 1},
+                {"do": "add_remote_memory", "address": 4096, "nbytes": 64, "keys": [1]},
                 {"do": "open_remote", **REMOTE, "signals": [0, 8], "near": [None, 0], "local_rank": 0, "core_share": 1},
                 {"do": "make_endpoint", "peer": 1, "transport": "staged"},
                 {"do": "expose", "handle": handle, "nbytes": 64, "transport": "verbs"},
@@ -536,11 +546,11 @@ def test_memory_in_the_place_of_removed_memory_is_mapped(tmp_path: Path, monkeyp
             memory = client.use()
             other = SharedMemory.allocate(4096)
             handle = other.export(other.ptr, 4096)
-            refused = client.say({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096})
+            refused = client.say({"do": "add_memory", "keys": [], "handle": handle, "nbytes": 4096})
             assert refused is not None
             assert "in its place" in refused["message"]
             assert client.say({"do": "remove_memory", "first": memory["first"]}) == DONE
-            assert client.say({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096}) == {
+            assert client.say({"do": "add_memory", "keys": [], "handle": handle, "nbytes": 4096}) == {
                 "kind": "answer",
                 "result": memory["first"],
             }

@@ -153,7 +153,7 @@ def test_a_client_whose_request_hangs_keeps_no_report_back(
             assert client.open(**NAMED)["kind"] == "answer"
             assert other.opens()
             handle = client.buffer.export(client.buffer.ptr, 4096)
-            client.connection.send(frame_of({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096}))
+            client.connection.send(frame_of({"do": "add_memory", "keys": [], "handle": handle, "nbytes": 4096}))
             wait_for(lambda: any(session.request for session in list(inside._sessions)), "it is under way")
             inside.reporter.write("a test")
             (report,) = written(reports)

@@ -157,22 +157,3 @@ def test_calls_are_compared_when_their_numbers_come_round(pair: Pair) -> None:
         assert [log.recent(1)[0][0] for log in pair.logs] == [before + number] * 2
     assert pair.logs[0].agree(call_of(5)) == 0
     assert pair.logs[1].agree(call_of(6)) == CALL_DIFFERS
-
-
-def test_ranks_choose_as_the_first_of_them_wishes(pair: Pair) -> None:
-    for number, (first, second) in enumerate([(0, 1), (1, 0), (0, 1), (1, 0)]):
-        assert [pair.logs[first].choose(number), pair.logs[second].choose(3 - number)] == [number] * 2
-        assert pair.logs[second].choose(3 - number) == number, "a call that was refused is made again"
-        assert [log.agree(call_of(number)) for log in pair.logs] == [0, 0]
-    assert pair.logs[0].agree(call_of(7)) == pair.logs[1].agree(call_of(7)) == 0, "not all calls have a choice"
-    assert [log.choose(wish) for log, wish in zip(pair.logs, (2, 0), strict=True)] == [2, 2]
-
-
-def test_a_rank_that_is_too_far_behind_to_know_a_choice_takes_its_own(pair: Pair) -> None:
-    ahead, behind = pair.logs
-    for _ in range(lib.PROXYCCL_CALL_CHOICES):
-        assert ahead.choose(0) == 0
-        ahead.agree(call_of(1))
-    assert behind.choose(1) == 0
-    ahead.choose(0)
-    assert [behind.choose(wish) for wish in (1, 0)] == [1, 0]

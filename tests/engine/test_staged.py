@@ -339,7 +339,7 @@ def test_cpus_copy_short_data_between_pinned_memories() -> None:
         seen_as(source, np.uint8)[:] = np.arange(size) % 251
         key = there.write_targets.add(target.ptr, size, target.host_ptr)
         here.source_id = here.service.add_pinned_memory(source)
-        here.destination_id = here.service.add_remote_memory(target.ptr, size, key)
+        here.destination_id = here.service.add_remote_memory(target.ptr, size, [key])
         ticket = here.push(PUT | SIGNAL | FLUSH, size - 200, source=100, destination=7)
         ends.wait(lambda: here.flushed() > ticket, "the flush")
         assert there.words[0] == 1
@@ -685,11 +685,11 @@ def test_what_was_not_offered_is_refused_where_it_arrives(change: str, reason: s
         if change == "removed":
             there.write_targets.remove(key)
         wrong = {
-            "target": (base, nbytes, key + 1),
-            "number": (base, nbytes, 1 << 40),
-            "before": (base - 8, nbytes, key),
-            "behind": (base + 64, nbytes, key),
-        }.get(change, (base, nbytes, key))
+            "target": (base, nbytes, [key + 1]),
+            "number": (base, nbytes, [1 << 40]),
+            "before": (base - 8, nbytes, [key]),
+            "behind": (base + 64, nbytes, [key]),
+        }.get(change, (base, nbytes, [key]))
         here.destination_id = here.service.add_memory(*wrong)
         if "word" in change:
             word = there.word_memory.host_ptr + (4 if change == "odd word" else there.words.nbytes)
@@ -712,10 +712,10 @@ def test_what_was_not_offered_can_not_be_got(change: str) -> None:
         if change == "removed":
             there.write_targets.remove(key)
         wrong = {
-            "target": (base, nbytes, key + 1),
-            "before": (base - 8, nbytes, key),
-            "behind": (base + 64, nbytes, key),
-        }.get(change, (base, nbytes, key))
+            "target": (base, nbytes, [key + 1]),
+            "before": (base - 8, nbytes, [key]),
+            "behind": (base + 64, nbytes, [key]),
+        }.get(change, (base, nbytes, [key]))
         here.destination_id = here.service.add_memory(*wrong)
         here.push(GET | FLUSH, 200)
         assert there.fails().reason == f"completion: refused: {OUTSIDE}"
@@ -946,7 +946,7 @@ def test_a_connection_knows_what_it_is() -> None:
         ("area", {"area": 8}),
         ("device_area", {"device_area": 0}),
         ("wires", {"wires": 0}),
-        ("area_key", {"area_key": -1}),
+        ("area_keys", {"area_keys": [-1]}),
         ("peer_area", {"peer_area": None}),
         ("ring_bytes", {"ring_bytes": 64}),
         ("ring_bytes", {"ring_bytes": 1000}),

@@ -44,7 +44,7 @@ JOINED: Order = {"joined": True}
 ORDERED: Order = {}
 UNORDERED: Order = {"ordered": False}
 
-rails = pytest.mark.parametrize("rails", [{}, {"rails": 2}], ids=["one rail", "two rails"])
+rails = pytest.mark.parametrize("rails", [{}, {"rails": 3}], ids=["one rail", "three rails"])
 orders = pytest.mark.parametrize("order", [JOINED, ORDERED, UNORDERED], ids=["joined", "ordered", "unordered"])
 
 
@@ -236,7 +236,7 @@ def test_observers_see_the_rails(rails: Order, tmp_path: Path, monkeypatch: pyte
         loop.flush()
         watch = Watch("job")
         watch.rates()
-        assert ("7 fabric, 2 of 2 rails" in table_of(watch.rates())) == bool(rails)
+        assert ("7 fabric, 3 of 3 rails" in table_of(watch.rates())) == bool(rails)
 
 
 @rails

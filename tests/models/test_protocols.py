@@ -45,6 +45,7 @@ VERIFIERS = {
     "reordering": ("reordering", ()),
     "packets": ("packets", ()),
     "rails": ("rails", ()),
+    "rails, three": ("rails", ("RAILS=3", "ROUNDS=1", "FAILURES=2", "RETURNS=0")),
 }
 if DEEP:
     VERIFIERS |= {
@@ -53,7 +54,7 @@ if DEEP:
         "gets, more of them": ("gets", ("OPERATIONS=3", "MORE=5", "ROOM=2", "GETS=2")),
         "exchange, more of them": ("exchange", ("EXCHANGES=5",)),
         "rails, more rounds": ("rails", ("ROUNDS=4",)),
-        "rails, more failures": ("rails", ("FAILURES=2",)),
+        "rails, more failures": ("rails", ("ROUNDS=1", "FAILURES=2")),
         "survivors, some late, one ends": ("survivors", ("DEATHS=1", "LATE=1", "ATTEMPTS=2")),
     }
 
@@ -109,6 +110,8 @@ BUGS = {
     "the peer's words are read before it has answered": ("rails", 4),
     "the peer answers before its queue pair is stopped": ("rails", 5),
     "a queue pair is connected again before the peer's is stopped": ("rails", 6),
+    "a message on a rail that fails is not sent again": ("rails, three", 7),
+    "parts are moved before the parts that were moved earlier and whose rail has failed": ("rails, three", 8),
 }
 
 

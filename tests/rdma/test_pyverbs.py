@@ -8,12 +8,14 @@ from __future__ import annotations
 import base64
 import errno
 import ipaddress
+import itertools
 import json
 import logging
 import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +40,7 @@ from proxyccl import (
     rdma_devices,
 )
 from proxyccl.device.environment import OLD_VARIABLES
+from proxyccl.proxy._engine import ffi
 from proxyccl.proxy.placement import NOWHERE, Place, process_numa_node
 from proxyccl.proxy.remote_options import MTUS, RemoteSetup
 from proxyccl.proxy.transports.table import remote_functions
@@ -77,6 +80,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
         5,
     ],
     "device": ["", 3, b"rxe0", "rxe0,rxe1", "^rxe0", "rxe 0"],
+    "rails": [0, 9, 2.0, "2", None],
     "port": [0, 255, -1, 1.0, "1", True],
     "gid_index": [-1, 1 << 16, "0"],
     "mtu": [0, 255, 1500, 8192, "1024", True],
@@ -94,6 +98,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
 FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "device": ("3", "3"),
     "devices": ("mlx5_1,mlx5_0", ("mlx5_1", "mlx5_0")),
+    "rails": ("4", 4),
     "port": ("2", 2),
     "gid_index": ("0", 0),
     "mtu": ("1024", 1024),
@@ -183,7 +188,7 @@ def test_older_variables_of_one_option_are_read_if_the_list_lacks_the_option(mon
     ("text", "reason"),
     [
         ("mlx5_0", "'mlx5_0' is unknown"),
-        ("devise=mlx5_0", "'devise' is unknown; expected one of device, devices, port"),
+        ("devise=mlx5_0", "'devise' is unknown; expected one of device, devices, rails, port"),
         ("mtu=256,mtu=512", "'mtu' is listed twice"),
     ],
 )
@@ -203,7 +208,9 @@ def test_a_wrong_variable_is_named(name: str, text: str, monkeypatch: pytest.Mon
 
 
 def test_what_is_no_option_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"^depth: unknown option of RDMA; expected one of device, devices, port"):
+    with pytest.raises(
+        ArgumentError, match=r"^depth: unknown option of RDMA; expected one of device, devices, rails, port"
+    ):
         RdmaOptions.from_environment(depth=3)
 
 
@@ -798,38 +805,73 @@ def test_both_ends_connect_again_with_other_packet_numbers(opened: Open, monkeyp
     assert not endpoint.stop()
 
 
+RAILS = ("rxe0", "rxe2", "rxe4")
+
+
 @pytest.fixture
-def two_rails(stand_in: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[VerbsContext]:
-    """A rank's two opened devices."""
-    ports = [roce_device(name) for name in ("rxe0", "rxe2")]
-    monkeypatch.setattr("proxyccl.proxy.verbs.registrations.rdma_devices", lambda: ports)
+def open_rails(stand_in: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], VerbsContext]]:
+    """A function that opens this number of devices for a rank."""
+    monkeypatch.setattr("proxyccl.proxy.verbs.registrations.rdma_devices", lambda: list(map(roce_device, RAILS)))
     monkeypatch.setattr(Endpoint, "engine_options", lambda endpoint, signal_rkey: verbs_options(1))
     runtime = rank_runtime(0)
-    segment = runtime.allocate_pinned(4096)
-    setup = RemoteSetup(runtime, segment, range(8), NOWHERE, 0, 1)
-    context = VerbsContext(setup, RdmaOptions(devices=("rxe0", "rxe2")))
-    yield context
-    context.close()
-    segment.close()
+    with ExitStack() as opened:
+        segment = runtime.allocate_pinned(4096)
+        opened.callback(segment.close)
+        setup = RemoteSetup(runtime, segment, range(8), NOWHERE, 0, 1)
+
+        def open_rails(count: int) -> VerbsContext:
+            context = VerbsContext(setup, RdmaOptions(devices=RAILS, rails=count))
+            opened.callback(context.close)
+            return context
+
+        yield open_rails
 
 
-def test_each_adapter_of_a_staged_connection_has_a_thread_of_its_own(two_rails: VerbsContext) -> None:
-    make_endpoint = remote_functions("staged").make_endpoint
-    own, peer = make_endpoint(two_rails), make_endpoint(two_rails)
-    options = own.connect(peer.info, 1, lambda: False)
-    assert ([wire.number for wire in options.wires], options.ends) == ([0, 1], 2)
-    own.close()
-    peer.close()
+Rails = Callable[[int], VerbsContext]
 
 
-def test_a_recovery_waits_longer_than_an_adapter_and_a_slow_peer(two_rails: VerbsContext) -> None:
-    make_endpoint = remote_functions("verbs").make_endpoint
-    own, peer = make_endpoint(two_rails), make_endpoint(two_rails)
-    options = own.connect(peer.info, 1, lambda: False)
+def connected(transport: str, own: VerbsContext, peer: VerbsContext) -> Any:
+    """Returns the options of a connection between endpoints of two ranks."""
+    make_endpoint = remote_functions(transport).make_endpoint
+    ends = make_endpoint(own), make_endpoint(peer)
+    options = ends[0].connect(ends[1].info, 1, lambda: False)
+    for end in ends:
+        end.close()
+    return options
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (2, 3), (3, 2)])
+def test_each_wire_of_a_staged_connection_has_a_thread_and_an_adapter_that_takes_over(
+    open_rails: Rails, counts: tuple[int, int]
+) -> None:
+    own, peer = counts
+    options = connected("staged", open_rails(own), open_rails(peer))
+    assert ([wire.number for wire in options.wires], options.ends) == ([0, 1], own)
+    rails = [[rail.adapter for rail in wire.options.rails] for wire in options.wires]
+    assert rails == [["rxe0", "rxe2"], ["rxe2", RAILS[2 % own]]]
+
+
+def test_a_recovery_waits_longer_than_an_adapter_and_a_slow_peer(open_rails: Rails) -> None:
+    options = connected("verbs", open_rails(2), open_rails(2))
     assert options.native.limit_ns / 1e9 == pytest.approx(4 * 4.096e-6 * 2**14 * 7 + 30)
-    assert [rail.adapter for rail in options.rails] == ["rxe0", "rxe2"]
-    own.close()
-    peer.close()
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (3, 2), (2, 3)])
+def test_two_ranks_use_the_smaller_number_of_adapters(open_rails: Rails, counts: tuple[int, int]) -> None:
+    own, peer = counts
+    options = connected("verbs", open_rails(own), open_rails(peer))
+    assert tuple(rail.adapter for rail in options.rails) == RAILS[: min(counts)]
+    assert options.native.count == min(counts)
+    assert options.native.mail
+
+
+@pytest.mark.parametrize(("transport", "counts"), itertools.product(["verbs", "staged"], [(1, 2), (3, 1)]))
+def test_a_rank_with_one_adapter_is_connected_without_rails(
+    open_rails: Rails, transport: str, counts: tuple[int, int]
+) -> None:
+    options = connected(transport, *map(open_rails, counts))
+    (wire,) = [options] if transport == "verbs" else [wire.options for wire in options.wires]
+    assert ffi.typeof(wire) is ffi.typeof("ProxycclVerbsOptions *")
 
 
 def test_closing_goes_from_the_inside_out_and_once(opened: Open) -> None:

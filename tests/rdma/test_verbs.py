@@ -195,9 +195,12 @@ def random_trigger(
 
 
 def rails_up(loop: Loop, peer: int = 0) -> int:
-    state = ffi.new("ProxycclRailsState *")
-    lib.proxyccl_rails_state(loop.service.engine_connections[peer].pointer, state)
-    return 1 if state.down else 2
+    state, made = ffi.new("ProxycclRailsState *"), loop.service.engine_connections[peer]
+    up = 0
+    for rail in range(made.rails):
+        lib.proxyccl_rails_state(made.pointer, rail, state)
+        up += not state.is_down
+    return up
 
 
 def rails_observed() -> list[str]:
@@ -222,9 +225,9 @@ def lose_and_connect_rail(loop: Loop) -> tuple[FakePeer, FakeDevice]:
     failing = peer.devices[1]
     failing.fail_request(1, RETRY_EXC_ERR)
     loop.push(0, PUT, 9000)
-    loop.wait(lambda: peer.peer_mail[1] == 1, "the report of the failure")
-    peer.mail[1] = 1
-    loop.wait(lambda: peer.peer_mail[2] == 1, "the message that the rail is connected")
+    loop.wait(lambda: peer.peer_mail.down[1] == 1, "the report of the failure")
+    peer.mail.down[1] = 1
+    loop.wait(lambda: peer.peer_mail.up[1] == 1, "the message that the rail is connected")
     return peer, failing
 
 
@@ -233,29 +236,32 @@ def wait_with_peer(loop: Loop, condition: Callable[[], bool], what: str) -> None
 
     def answered() -> bool:
         for peer in loop.peers:
-            peer.mail[:3] = peer.peer_mail[:3]
+            peer.mail.answer(peer.peer_mail)
         return condition()
 
     loop.wait(answered, what)
 
 
 @needs_transport
-@pytest.mark.parametrize("seed", range(12))
-def test_what_a_failed_rail_has_not_done_is_done_once_by_the_other(seed: int) -> None:
-    """Rails fail at random requests, while the devices execute requests late, and are used again."""
+@pytest.mark.parametrize("rails", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_what_failed_rails_have_not_done_is_done_once_by_the_others(seed: int, rails: int) -> None:
+    """All rails but one fail at random requests, also during recoveries, while the devices execute requests late. The
+    rails are used again.
+    """
     rng = random.Random(seed)
     source, destination = memory(1 << 13, seed), np.zeros(1 << 12, np.uint8)
     own, expected = source.copy(), destination.copy()
     options: dict[str, Any] = {"channels": 2, "send_depth": rng.choice([4, 16, 128]), "max_message": 64}
-    with Loop(source, destination, speeds=(1, 1), home=rng.randrange(2), **options) as loop:
+    with Loop(source, destination, speeds=(1,) * rails, home=rng.randrange(rails), **options) as loop:
         (peer,) = loop.peers
         for device in peer.devices:
             device.dawdle(rng.choice([1, 3, 40]), seed)
-        signals = [0, 0]
+        signals, spared = [0, 0], rng.choice(peer.devices)
         for _ in range(4):
-            failing = peer.devices[rng.randrange(2)]
-            lost = rng.choice([0, 1, 20])
-            failing.fail_request(failing.counts.requests + rng.randrange(1, 80), RETRY_EXC_ERR, lost)
+            for failing in set(peer.devices) - {spared}:
+                lost = rng.choice([0, 1, 20])
+                failing.fail_request(failing.counts.requests + rng.randrange(1, 80), RETRY_EXC_ERR, lost)
             for _ in range(200):
                 operation, channel, size, where = random_trigger(rng, 2, own, expected)
                 if not operation & Operation.GET:
@@ -272,8 +278,8 @@ def test_what_a_failed_rail_has_not_done_is_done_once_by_the_other(seed: int) ->
             assert peer.words.tolist() == signals
             assert (destination == expected).all()
             assert (source == own).all()
-            wait_with_peer(loop, lambda: rails_up(loop) == 2, "both rails")
-        assert peer.peer_mail[2] >= 4, "a rail failed in each round"
+            wait_with_peer(loop, lambda: rails_up(loop) == rails, "all rails")
+        assert peer.peer_mail.up.sum() >= 4, "a rail failed in each round"
         words = range(peer.words.ctypes.data, peer.words.ctypes.data + peer.words.nbytes)
         for word in words[::8]:
             values = [value for device in peer.devices for at, value, _ in device.signals if at == word]
@@ -296,7 +302,7 @@ def test_what_precedes_a_value_that_the_peer_has_seen_is_not_put_again(executed:
             loop.push(0, PUT, 8, destination=32, value=value)
             loop.push(0, PUT, 32, source=64, destination=64)
             ticket = loop.push(0, PUT | FLUSH, 32, source=64, destination=64)
-        loop.wait(lambda: bool(peer.peer_mail[0]), "the report of the failure")
+        loop.wait(lambda: bool(peer.peer_mail.down[0]), "the report of the failure")
         consumed = executed >= 3
         if consumed:
             assert destination[32:40].tobytes() == value.to_bytes(8, "little")
@@ -323,7 +329,7 @@ def test_what_completes_just_before_a_failure_is_not_put_again(is_one_chain: boo
             ticket = loop.push(0, PUT | FLUSH, 32, source=32, destination=32)
         loop.wait(lambda: failing.counts.requests == 2, "both requests")
         failing.allow(-1)
-        loop.wait(lambda: bool(peer.peer_mail[0]), "the report of the failure")
+        loop.wait(lambda: bool(peer.peer_mail.down[0]), "the report of the failure")
         assert (destination[:32] == source[:32]).all()
         destination[:32] = 7
         wait_with_peer(loop, lambda: peer.flushed() > ticket, "the flush")
@@ -342,11 +348,11 @@ def test_a_rail_on_trial_that_fails_without_a_completion_is_stopped_before_the_p
             failing.fail_post(failing.counts.posts + 1, errno.EINVAL)
         else:
             failing.fail_polls()
-        peer.mail[2] = 1
+        peer.mail.up[1] = 1
         loop.wait(asked.is_set, "an attempt to stop the queue pair")
-        assert peer.peer_mail[1] == 1
+        assert peer.peer_mail.down[1] == 1
         peer.can_stop = lambda: True
-        wait_with_peer(loop, lambda: peer.peer_mail[1] == 2 and rails_up(loop) == 2, "both rails")
+        wait_with_peer(loop, lambda: peer.peer_mail.down[1] == 2 and rails_up(loop) == 2, "both rails")
         require_put(loop, peer, source, destination)
 
 
@@ -411,7 +417,7 @@ def test_a_failed_rail_of_a_daemon_is_told_by_the_client_process(
         peer.devices[1].fail_request(1, RETRY_EXC_ERR)
         produce(ring, 0, peer.trigger(PUT, 9000).encode(), 1, TIMEOUT)
         wait_for(lambda: bool(told), "the warning")
-        peer.mail[:3] = peer.peer_mail[:3]
+        peer.mail.answer(peer.peer_mail)
         wait_for(lambda: bool((destination == source).all()), "the put")
     ((text, thread),) = told
     assert text.startswith("the adapter rail1 no longer reaches rank 7 (IBV_WC_RETRY_EXC_ERR, ")
@@ -443,12 +449,12 @@ def test_a_rail_that_is_back_is_used_again(
         assert "7 verbs, 1 of 2 rails" in table_of(watch.rates())
         failing.fail_request(failing.counts.requests + 1, RETRY_EXC_ERR)
         peer.port = lambda: True
-        loop.wait(lambda: bool(peer.peer_mail[2]), "the message that the rail is connected")
+        loop.wait(lambda: bool(peer.peer_mail.up[1]), "the message that the rail is connected")
         loop.push(0, PUT, 9000)
         loop.flush()
         assert failing.counts.requests == 2, "the peer is not connected yet"
         wait_with_peer(loop, lambda: rails_up(loop) == 2, "both rails")
-        assert peer.peer_mail[:3].tolist() == [0, 2, 2]
+        assert (peer.peer_mail.down[:2].tolist(), peer.peer_mail.up[:2].tolist()) == ([0, 2], [0, 2])
         before = failing.counts.executed
         loop.push(0, PUT | SIGNAL, 9000)
         loop.flush()
@@ -469,14 +475,14 @@ def test_a_rail_that_fails_again_at_the_peer_is_stopped_first(stage: str) -> Non
         failing.allow(-1 if stage == "both rails are up" else 0)
         before = failing.counts.requests
         if stage != "the peer is not connected":
-            peer.mail[2] = 1
+            peer.mail.up[1] = 1
             loop.wait(lambda: failing.counts.requests > before, "the first request")
         if stage == "both rails are up":
             loop.wait(lambda: rails_up(loop) == 2, "both rails")
-        peer.mail[1] = 2
-        loop.wait(lambda: peer.peer_mail[1] == 2, "the answer")
+        peer.mail.down[1] = 2
+        loop.wait(lambda: peer.peer_mail.down[1] == 2, "the answer")
         failing.allow(-1)
-        wait_with_peer(loop, lambda: peer.peer_mail[2] == 2 and rails_up(loop) == 2, "both rails")
+        wait_with_peer(loop, lambda: peer.peer_mail.up[1] == 2 and rails_up(loop) == 2, "both rails")
         require_put(loop, peer, source, destination)
 
 
@@ -497,8 +503,8 @@ def test_the_failure_of_both_rails_ends_the_connection() -> None:
         peer.port = lambda: False
         loop.push(0, PUT, 9000)
         loop.flush()
-        peer.mail[1] = 1
-        loop.wait(lambda: peer.peer_mail[1] == 1, "the answer")
+        peer.mail.down[1] = 1
+        loop.wait(lambda: peer.peer_mail.down[1] == 1, "the answer")
         before = peer.devices[1].counts.requests
         loop.push(0, PUT | SIGNAL, 9000)
         loop.flush()
@@ -518,7 +524,7 @@ def test_a_put_of_nothing_makes_no_request() -> None:
 
 
 @needs_transport
-@pytest.mark.parametrize("speeds", [(1,), (1, 2)], ids=["one rail", "two rails"])
+@pytest.mark.parametrize("speeds", [(1,), (1, 2), (2, 1, 3)], ids=["one rail", "two rails", "three rails"])
 @pytest.mark.parametrize("seed", range(8))
 def test_everything_happens_as_if_one_after_another(seed: int, speeds: tuple[int, ...]) -> None:
     """Pushes random triggers on three channels, with overlapping puts and gets, over devices that execute them late."""
@@ -922,7 +928,7 @@ def test_memory_under_a_wrong_key_fails_at_the_device(key: str, name: str) -> No
     source, destination = memory(64), np.zeros(64, np.uint8)
     with Loop(source, destination) as loop:
         array = source if key == "source" else destination
-        wrong = loop.service.add_memory(array.ctypes.data, array.nbytes, LKEY + RKEY)
+        wrong = loop.service.add_memory(array.ctypes.data, array.nbytes, [LKEY + RKEY])
         trigger = loop.peers[0].trigger(PUT, 8)
         loop.producer.push(
             replace(trigger, src_memory=wrong) if key == "source" else replace(trigger, dst_memory=wrong)

@@ -50,24 +50,47 @@ def test_of_named_adapters_each_rank_uses_the_two_nearest_to_its_gpu(
         assert pair == sorted(pair, key=names.index), "the order of the names is kept"
         assert {NEAREST[machine].index(name) // 4 for name in pair} == {rank // 4}, "both are on the GPU's NUMA node"
     assert sorted(itertools.chain(*chosen)) == sorted(2 * names), "each adapter serves two ranks"
+    four = [
+        sorted(
+            each.device.name
+            for each in choose_devices(
+                devices, RdmaOptions(devices=names, rails=4), Place(gpu), local_rank=rank, root=tmp_path
+            )
+        )
+        for rank, gpu in enumerate(gpus.values())
+    ]
+    assert four == [sorted(NEAREST[machine][rank // 4 * 4 :][:4]) for rank in range(8)], "those of the NUMA node"
     two = RdmaOptions(devices=[NEAREST[machine][-1], NEAREST[machine][0]])
     chosen = choose_devices(devices, two, Place(gpus["gpu0"]), root=tmp_path)
     assert tuple(each.device.name for each in chosen) == two.devices
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("names", "message"),
     [
-        ("mlx5_99", "devices: no RDMA device 'mlx5_99'; there is mlx5_0, "),
-        ("mlx5_2", "devices: 'mlx5_2' has no active port"),
+        (["mlx5_0", "mlx5_99"], "devices: no RDMA device 'mlx5_99'; there is mlx5_0, "),
+        (["mlx5_2", "mlx5_99"], "devices: no RDMA device 'mlx5_99'; there is mlx5_0, "),
+        (["mlx5_2", "mlx5_0"], r"devices: 'mlx5_2' has no active port; there is mlx5_2 port 1 \(down"),
     ],
 )
-def test_an_adapter_that_can_not_be_used_is_refused_by_the_option_that_names_it(
-    name: str, message: str, tmp_path: Path
+def test_adapters_that_can_not_be_used_are_refused_by_the_option_that_names_them(
+    names: list[str], message: str, tmp_path: Path
 ) -> None:
     expand("dgx_h100", tmp_path)
+    put(tmp_path / "class/infiniband/mlx5_0/ports/1", {"state": "1: DOWN"})
     with pytest.raises(ArgumentError, match=message):
-        choose_devices(rdma_devices(tmp_path), RdmaOptions(devices=["mlx5_0", name]), root=tmp_path)
+        choose_devices(rdma_devices(tmp_path), RdmaOptions(devices=names), root=tmp_path)
+
+
+def test_a_named_adapter_whose_port_is_down_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    expand("dgx_h100", tmp_path)
+    told: list[str] = []
+    names = RdmaOptions(devices=["mlx5_2", "mlx5_3", "mlx5_0"], rails=3)
+    chosen = choose_devices(rdma_devices(tmp_path), names, root=tmp_path, warn=told.append)
+    assert [each.device.name for each in chosen] == ["mlx5_3", "mlx5_0"]
+    (text,) = told
+    assert "mlx5_2 port 1 (down" in text
+    assert "mlx5_0" not in text
 
 
 def test_a_named_adapter_of_the_other_kind_is_used(tmp_path: Path) -> None:

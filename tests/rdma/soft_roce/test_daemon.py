@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from proxyccl import AbortedError, Communicator, TransportError
+from proxyccl.proxy.interface import Keys
 from support.cases.reference import Call
 from support.daemons import RunningDaemon, running_daemon
 from support.paths import PROGRAMS
@@ -98,15 +99,15 @@ def test_channels_and_collectives_are_the_same(daemon: RunningDaemon, between: s
 def test_a_key_that_is_none_of_the_client_ends_its_job_alone(daemon: RunningDaemon) -> None:
     """Another job's key is valid on the device, but not in the client's protection domain."""
 
-    def body(comm: Communicator) -> tuple[int, int]:
+    def body(comm: Communicator) -> tuple[int, Keys]:
         verbs = comm.register(comm.empty(100, "uint8"))._exposed["verbs"]
-        return verbs.address, verbs.local_key
+        return verbs.address, verbs.local_keys
 
     def thief(comm: Communicator) -> BaseException:
         memory = comm.register(comm.empty(100, "uint8"))
         if comm.rank == 0:
-            address, key = stolen[0]
-            memory._id = comm.proxy.add_remote_memory(address, 100, key)
+            address, keys = stolen[0]
+            memory._id = comm.proxy.add_remote_memory(address, 100, keys)
         channels = comm.proxy_channels(memory)
         if comm.rank == 0:
             comm.compile(KERNELS, "put_only")(1, 1, channels, 100)

@@ -46,8 +46,8 @@ def test_a_wrong_key_is_refused_by_the_peer_and_named() -> None:
     def body(comm: Communicator) -> ProxyCCLError:
         memory = comm.register(np.zeros(100, np.uint8))
         if comm.rank == 0:
-            address, key = memory._offers[1].exposed["verbs"]
-            memory._offers[1] = structs.replace(memory._offers[1], exposed={"verbs": (address, key + 12345)})
+            address, (key,) = memory._offers[1].exposed["verbs"]
+            memory._offers[1] = structs.replace(memory._offers[1], exposed={"verbs": (address, (key + 12345,))})
             memory._remote_ids.clear()  # removes memory ids that were made with the right key
         channels = comm.proxy_channels(memory)
         if comm.rank == 0:

@@ -1,4 +1,4 @@
-"""Two RDMA devices for each rank (rails)."""
+"""Several RDMA devices for each rank (rails)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -15,29 +16,42 @@ import pytest
 from proxyccl import Communicator, ProxyCCLError, RdmaOptions, TransportError
 from support.ranks import Ranks
 from support.soft_roce.nodes import TIMEOUT, failure_of
-from support.soft_roce.wire import Wire, add_second, packets_sent, remove_second
+from support.soft_roce.wire import Wire, add_wire, packets_sent, remove_wire
 
-RAILS = ("rxe0", "rxe2"), ("rxe1", "rxe3")
+RAILS = ("rxe0", "rxe2", "rxe4"), ("rxe1", "rxe3", "rxe5")
 NBYTES = 1_000_003
+
+
+@contextmanager
+def added(first: int) -> Iterator[Wire]:
+    add_wire(first)
+    wire = Wire(first)
+    try:
+        yield wire
+    finally:
+        wire.restore()
+        remove_wire(first)
 
 
 @pytest.fixture
 def second() -> Iterator[Wire]:
     """The wire between the second devices of the two ranks."""
-    add_second()
-    wire = Wire(2)
-    try:
+    with added(2) as wire:
         yield wire
-    finally:
-        wire.restore()
-        remove_second()
 
 
-def two_ranks(transport: str = "verbs", **options: object) -> Ranks:
-    """Returns two ranks on two nodes, with two devices each."""
+@pytest.fixture
+def third() -> Iterator[Wire]:
+    """The wire between the third devices of the two ranks."""
+    with added(4) as wire:
+        yield wire
+
+
+def two_ranks(transport: str = "verbs", rails: int = 2, **options: object) -> Ranks:
+    """Returns two ranks on two nodes, with several devices each."""
     return Ranks(
         2,
-        options_of=lambda rank: {"rdma": RdmaOptions(devices=RAILS[rank], **options)},
+        options_of=lambda rank: {"rdma": RdmaOptions(devices=RAILS[rank][:rails], rails=rails, **options)},
         local_world_size=1,
         timeout=TIMEOUT,
         transport={(0, 1): transport},
@@ -105,26 +119,35 @@ def gather_until(comm: Communicator, gather: CheckedGather, condition: Callable[
     return slowest
 
 
-def both_are_used() -> Callable[[], bool]:
+def all_are_used(rails: int = 2) -> Callable[[], bool]:
     """Returns a function that tells whether all devices have sent parts of long puts since the function's last call."""
 
     def counts() -> list[int]:
-        return [packets_sent(f"veth{i}") for i in range(4)]
+        return [packets_sent(f"veth{i}") for i in range(2 * rails)]
 
     sent = counts()
 
     def are_used() -> bool:
         before, sent[:] = sent.copy(), counts()
-        return min(now - then for now, then in zip(sent, before, strict=True)) > CheckedGather.NBYTES // 4096 // 3
+        return min(now - then for now, then in zip(sent, before, strict=True)) > CheckedGather.NBYTES // 4096 // (
+            rails + 1
+        )
 
     return are_used
 
 
 @pytest.mark.parametrize(
-    ("seed", "cuts"),
-    [(0, 2), *(pytest.param(seed, 10, marks=pytest.mark.full) for seed in range(1, 11))],
+    ("transport", "seed", "cuts"),
+    [
+        ("verbs", 0, 2),
+        ("staged", 0, 2),
+        *(pytest.param("verbs", seed, 10, marks=pytest.mark.full) for seed in range(1, 11)),
+        *(pytest.param("staged", seed, 10, marks=pytest.mark.full) for seed in range(1, 3)),
+    ],
 )
-def test_transfers_go_on_by_the_other_wire_until_a_wire_is_back(wire: Wire, second: Wire, seed: int, cuts: int) -> None:
+def test_transfers_go_on_by_the_other_wire_until_a_wire_is_back(
+    wire: Wire, second: Wire, transport: str, seed: int, cuts: int
+) -> None:
     """A signal that came too early or twice would let a later call read old bytes. Sometimes the ports of the wire are
     down, and sometimes the wire is cut again before it is used again.
     """
@@ -145,11 +168,12 @@ def test_transfers_go_on_by_the_other_wire_until_a_wire_is_back(wire: Wire, seco
                     if is_down:
                         cut.cut(end)
                     cut.restore()
-            gather_until(comm, gather, both_are_used())
+            gather_until(comm, gather, all_are_used())
         return slowest
 
     # The emulated adapters report failures late if the machine is busy.
-    with two_ranks(retry_count=3, timeout=15) as ranks, warnings.catch_warnings(record=True) as caught:
+    options = {"retry_count": 3, "timeout": 15, "staging_chunk": 32 << 10}
+    with two_ranks(transport, **options) as ranks, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         print(f"slowest call: {max(ranks.run(body)):.2f} s")
     told = [text for warning in caught if "no longer reaches" in (text := str(warning.message))]
@@ -161,6 +185,31 @@ def test_transfers_go_on_by_the_other_wire_until_a_wire_is_back(wire: Wire, seco
             text,
         ).groups()
         assert (int(adapter) % 2, int(other)) == (1 - int(rank), (int(adapter) + 2) % 4), text
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 5))])
+def test_transfers_go_on_by_one_of_three_wires(wire: Wire, second: Wire, third: Wire, seed: int) -> None:
+    """Two of the three wires are cut at random moments, so that one may fail during the recovery from the other."""
+
+    def body(comm: Communicator) -> float:
+        rng = random.Random(seed)  # the same numbers on both ranks
+        gather, slowest = CheckedGather(comm), 0.0
+        for _ in range(2):
+            cuts = rng.sample([wire, second, third], 2)
+            timers = [threading.Timer(0.3 * rng.random(), cut.lose_all) for cut in cuts]
+            for timer in timers if comm.rank == 0 else ():
+                timer.start()
+            slowest = max(
+                slowest, gather_until(comm, gather, lambda timers=timers: all(t.finished.is_set() for t in timers))
+            )
+            for timer, cut in zip(timers, cuts, strict=True) if comm.rank == 0 else ():
+                timer.join()
+                cut.restore()
+            gather_until(comm, gather, all_are_used(3))
+        return slowest
+
+    with two_ranks(rails=3, retry_count=3, timeout=15) as ranks:
+        print(f"slowest call: {max(ranks.run(body)):.2f} s")
 
 
 def test_without_any_wire_the_error_is_that_of_the_link(wire: Wire, second: Wire) -> None:

@@ -118,16 +118,15 @@ class FakeFabricPeer(FakePeer):
         ]
         self.device = self.devices[0]
         self.words = np.zeros(channels, np.uint64)
-        target_key = TARGET_KEY if rails == 1 else TARGET_KEY >> 32
         for rail, device in enumerate(self.devices):
             device.add(SOURCE_KEY + rail, source)
-            device.register(target_key + rail, destination, offsets=offsets)
+            device.register(TARGET_KEY + rail, destination, offsets=offsets)
             device.register(SIGNAL_KEY + rail, self.words, offsets=offsets)
         options = [device.options(SIGNAL_KEY + rail, reads=reads) for rail, device in enumerate(self.devices)]
         self.options = options[0]
         connected = RailsOptions.of(options, [1] * rails, over_fabric=True, cut=64) if rails > 1 else self.options
         self.connection = service.connect("fabric", connected, peer=rank)
-        keys = [sum(key + rail << 32 * rail for rail in range(rails)) for key in (SOURCE_KEY, target_key)]
+        keys = [[key + rail for rail in range(rails)] for key in (SOURCE_KEY, TARGET_KEY)]
         self.source_id = service.add_memory(source.ctypes.data, source.nbytes, keys[0])
         base = 0 if offsets else destination.ctypes.data
         self.destination_id = service.add_remote_memory(base, destination.nbytes, keys[1])

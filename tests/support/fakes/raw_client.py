@@ -98,7 +98,7 @@ class RawClient:
     def use(self) -> dict[str, Any]:
         """Adds a memory, and a channel from this rank to itself. Returns their ids."""
         handle = self.buffer.export(self.buffer.ptr, 4096)
-        first = self.result({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096})
+        first = self.result({"do": "add_memory", "keys": [], "handle": handle, "nbytes": 4096})
         connection = self.result({"do": "connect_copy", "peer": 0})["number"]
         channel, _ = self.result({"do": "reserve_channel", "connection": connection})
         return {"first": first, "connection": connection, "channel": channel}

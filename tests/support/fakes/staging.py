@@ -131,7 +131,7 @@ class End(OwnTriggers):
             wrong: changed fields in the connection's options, or in its first `StagedWire`.
         """
         named = [
-            StagedWire(wire.options(), wire.area_key, other.area.host_ptr, wire.peer_key, number)
+            StagedWire(wire.options(), [wire.area_key], other.area.host_ptr, [wire.peer_key], number)
             for number, wire in enumerate(self.wires)
         ]
         of_wire = {name: wrong.pop(name) for name in [*wrong] if hasattr(named[0], name)}
@@ -155,7 +155,7 @@ class End(OwnTriggers):
             wire.register(seen_as(self.area, np.uint8), seen_as(other.area, np.uint8))
         self.connection = self.service.connect(self.wires[0].transport, self.options(other), peer=other.rank)
         self.source_id = self.service.add_memory(self.source.ptr, self.source.nbytes)
-        self.destination_id = self.service.add_memory(other.destination.ptr, other.destination.nbytes, other.key)
+        self.destination_id = self.service.add_memory(other.destination.ptr, other.destination.nbytes, [other.key])
         for i in range(len(self.words)):
             channel = self.service.reserve_channel(self.connection)
             self.service.set_channel(channel, self.connection, other.word_memory.host_ptr + 8 * i)

@@ -17,7 +17,7 @@ from proxyccl.device.ffi_types import fill
 from proxyccl.proxy._engine import ffi, lib
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.ring import Fifo
-from proxyccl.proxy.transports.rails import Rail
+from proxyccl.proxy.transports.rails import Mail, Rail
 from proxyccl.proxy.transports.transport import RailsOptions
 from proxyccl.proxy.trigger import MAX_MEMORIES, Operation
 from support.bare_loops import produce
@@ -222,10 +222,10 @@ class FakePeer(OwnTriggers):
             rails.append(verbs_options(device.qp, send_depth=send_depth, cq_depth=cq_depth, **fields))
         options = rails[0]
         if len(rails) > 1:
-            fields = {"home": home, "cut": cut, "limit_ns": int(limit * 1e9), **self._make_mail(len(rails))}
-            options = RailsOptions.of(rails, speeds, self._make_rails(), **fields)
+            fields = {"home": home, "cut": cut, "limit_ns": int(limit * 1e9)}
+            options = RailsOptions.of(rails, speeds, self._make_rails(), self._make_mails(), **fields)
         self.connection = service.connect("verbs", options, peer=rank)
-        keys = [sum(key + _KEYS_APART * rail << 32 * rail for rail in range(len(rails))) for key in (LKEY, RKEY)]
+        keys = [self._keys(key) for key in (LKEY, RKEY)]
         self.source_id = service.add_memory(source.ctypes.data, source.nbytes, keys[0])
         self.destination_id = service.add_memory(destination.ctypes.data, destination.nbytes, keys[1])
         self.channels = [service.reserve_channel(self.connection) for _ in range(channels)]
@@ -251,19 +251,32 @@ class FakePeer(OwnTriggers):
             for number, device in enumerate(self.devices)
         ]
 
-    def _make_mail(self, rails: int) -> dict[str, int]:
-        """Makes the memory in which two ends of a connection report failed rails. Returns options that name the fake
-        device.
-        """
-        nbytes = ffi.sizeof("ProxycclRailsMail")
-        self.mail, self.peer_mail = (np.zeros(nbytes // 8, np.uint64) for _ in range(2))
-        keys = []
-        for key, array in ((MAIL_LKEY, self.mail), (MAIL_RKEY, self.peer_mail)):
+    def _keys(self, key: int) -> list[int]:
+        """Returns the keys of memory on all rails, given the key on the first rail."""
+        return [key + _KEYS_APART * rail for rail in range(len(self.devices))]
+
+    def _make_mails(self) -> tuple[Mail, Mail]:
+        """Makes the memory in which the two ends of a connection report failed rails."""
+        words = ffi.sizeof("ProxycclRailsMail") // 8
+        self.mail, self.peer_mail = RailsMail(words), RailsMail(words)
+        for key, mail in ((MAIL_LKEY, self.mail), (MAIL_RKEY, self.peer_mail)):
             for rail, device in enumerate(self.devices):
-                device.register(key + _KEYS_APART * rail, array)
-            keys.append(sum(key + _KEYS_APART * rail << 32 * rail for rail in range(rails)))
-        own, peer = self.mail.ctypes.data, self.peer_mail.ctypes.data
-        return {"mail": own, "mail_keys": keys[0], "peer_mail": peer, "peer_mail_keys": keys[1]}
+                device.register(key + _KEYS_APART * rail, mail.words)
+        mails = (self.mail, MAIL_LKEY), (self.peer_mail, MAIL_RKEY)
+        own, peer = (Mail(mail.words.ctypes.data, self._keys(key)) for mail, key in mails)
+        return own, peer
+
+
+class RailsMail:
+    """A ProxycclRailsMail: `words`, of which `down` and `up` have one word for each rail."""
+
+    def __init__(self, words: int) -> None:
+        self.words = np.zeros(words, np.uint64)
+        self.down, self.up = self.words[: lib.PROXYCCL_RAILS], self.words[lib.PROXYCCL_RAILS : 2 * lib.PROXYCCL_RAILS]
+
+    def answer(self, other: RailsMail) -> None:
+        """Answers each message about a rail in `other` with the same message."""
+        self.words[: 2 * lib.PROXYCCL_RAILS] = other.words[: 2 * lib.PROXYCCL_RAILS]
 
 
 class Loop:

@@ -28,26 +28,22 @@ def packets_sent(interface: str) -> int:
     return int(Path("/sys/class/net", interface, "statistics/tx_packets").read_text())
 
 
-def add_second() -> None:
-    """Adds the devices rxe2 and rxe3, which stay until `remove_second`, and the wire between them."""
-    run("sh", str(WIRE_SCRIPT), "second")
+def add_wire(first: int) -> None:
+    """Adds a pair of devices, such as rxe2 and rxe3 if `first` is 2, and the wire between them, until `remove_wire`."""
+    run("sh", str(WIRE_SCRIPT), "wire", str(first))
 
 
-def remove_second() -> None:
-    for device in ("rxe2", "rxe3"):
-        run("rdma", "link", "delete", device)
-    run("ip", "link", "delete", "veth2")
-    for rule in (
-        ("pref", "1", "iif", "veth2"),
-        ("pref", "1", "iif", "veth3"),
-        *(("to", f"10.9.2.{i}") for i in (1, 2)),
-    ):
-        run("ip", "rule", "delete", *rule)
+def remove_wire(first: int) -> None:
+    for end in (first, first + 1):
+        run("rdma", "link", "delete", f"rxe{end}")
+        run("ip", "rule", "delete", "pref", "1", "iif", f"veth{end}")
+        run("ip", "rule", "delete", "to", f"10.9.{first}.{end - first + 1}")
+    run("ip", "link", "delete", f"veth{first}")
 
 
 class Wire:
     """The wire between two devices. End n is at device n. `first` is the number of the first end's interface: 0 for the
-    wire that the machine has from its start, 2 for the wire that `add_second` adds.
+    wire that the machine has from its start, otherwise that of `add_wire`.
     """
 
     def __init__(self, first: int = 0) -> None:

@@ -2,9 +2,9 @@
 # The wire between Soft-RoCE devices, inside the machine.
 #
 #   wire.sh pair          two devices, rxe0 and rxe1, on the two ends of a wire: veth0 and veth1
-#   wire.sh second        a second pair, rxe2 and rxe3, with a wire of its own: veth2 and veth3
+#   wire.sh wire NUMBER   another pair, such as rxe2 and rxe3, with a wire of its own: veth2 and veth3 if NUMBER is 2
 #   wire.sh node NUMBER   one device, rxe0, on the machine's own network interface: this end of a wire between machines
-#   wire.sh restore END   the wire whose first end is veth0 or veth2, after ends of it were set down
+#   wire.sh restore END   the wire whose first end is END, such as 2 for veth2, after ends of it were set down
 set -e
 
 pair() {
@@ -15,8 +15,6 @@ END
   disable_filters all
   wire 0
 }
-
-second() { wire 2; }
 
 # Both ends have their address in this machine, so the kernel would hand packets over without a wire. Each end has its
 # own route to the other, which comes before the table of local addresses; that table comes first only for packets that
