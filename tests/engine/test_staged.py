@@ -20,7 +20,7 @@ import pytest
 from proxyccl import ArgumentError, Operation, ResourceError, Runtime, Trigger
 from proxyccl.device._native import lib as native
 from proxyccl.device.host import HostRuntime
-from proxyccl.proxy import _engine
+from proxyccl.proxy._engine import ffi, lib
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.reader import Observer
@@ -35,7 +35,6 @@ from support.fakes.wires import AddingVerbsWire, FabricWire, FakeWire, JoinedFab
 from support.ranks import Gate
 from support.running import TIMEOUT
 
-lib = _engine.lib
 PUT, SIGNAL, FLUSH = Operation.DATA, Operation.SIGNAL, Operation.FLUSH
 GET = Operation.DATA | Operation.GET
 HEADER = 64
@@ -952,7 +951,7 @@ def test_a_connection_knows_what_it_is() -> None:
         ("ring_bytes", {"ring_bytes": 1000}),
         ("ring_bytes", {"ring_bytes": None}),
         ("chunk_bytes", {"chunk_bytes": 0}),
-        ("write_targets", {"write_targets": _engine.ffi.NULL}),
+        ("write_targets", {"write_targets": ffi.NULL}),
         ("send_depth", {"link": {"send_depth": 0}}),
         ("qp", {"link": {"qp": 0}}),
     ],

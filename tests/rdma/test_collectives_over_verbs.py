@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator
-from proxyccl.proxy import _engine
 from support.cases.reference import MOVES, Call
 from support.cases.span_calls import COLLECTIVES, Kind, SpanCalls
 from support.fakes.network import FakeNetwork
 from support.ranks import Ranks
+from support.transports import needs_verbs
 
 pytestmark = [
     pytest.mark.host_only(reason="devices of the CPU's memory"),
     pytest.mark.own_proxy(reason="devices of this process"),
-    pytest.mark.skipif(not _engine.lib.proxyccl_verbs_built(), reason="this build has no verbs transport"),
+    needs_verbs,
 ]
 
 RANKS, LOCAL = 4, 2

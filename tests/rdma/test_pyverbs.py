@@ -627,7 +627,7 @@ def test_info_shows_whether_each_chosen_adapter_reaches_memory(monkeypatch: pyte
     monkeypatch.setattr(info, "missing", lambda root: "")
     monkeypatch.setattr(info, "rdma_devices", lambda *_: [roce_device(f"rxe{i}") for i in range(3)])
     monkeypatch.setenv("PROXYCCL_RDMA", "devices=rxe1,rxe2")
-    found = [finding.detail for finding in info._rdma() if finding.name == "memory"]
+    found = [finding.detail for finding in info.findings()["RDMA"] if finding.name == "memory"]
     assert [text.partition(" ")[0] for text in found] == ["rxe1", "rxe2"], found
 
 

@@ -18,7 +18,6 @@ import pytest
 
 from proxyccl.channels.transfers.regions import Region
 from proxyccl.device.errors import ClosedError, ResourceError
-from proxyccl.proxy import _engine
 from proxyccl.transfer import (
     ActiveError,
     Agent,
@@ -32,12 +31,13 @@ from proxyccl.transfer import (
 )
 from support.agents import child, serve_memory
 from support.packages.fabric import library_or_skip, this_library
+from support.transports import needs_fabric
 
 NBYTES = 4 << 20
 
 pytestmark = [
     pytest.mark.host_only("agents move the host's memory, whatever the runtime"),
-    pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport"),
+    needs_fabric,
     pytest.mark.filterwarnings("ignore:agent .* through a socket:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]

@@ -23,7 +23,6 @@ from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy import _engine
 from proxyccl.transfer import (
     ActiveError,
     Agent,
@@ -37,6 +36,7 @@ from proxyccl.transfer import (
 from support.devices import ON_HOST, rank_runtime
 from support.packages.fabric import environment, library_or_skip, this_library
 from support.paths import PROGRAMS, TESTS
+from support.transports import needs_fabric
 
 NBYTES = 3 << 20
 KINDS = [("device", "device"), ("device", "host"), ("host", "device")]
@@ -46,7 +46,7 @@ STAGED = {
     ("host", "device"): "fabric (tcp;ofi_rxm) and copy engine, staged",
 }
 
-pytestmark = pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport")
+pytestmark = needs_fabric
 
 
 @pytest.fixture(scope="module")
