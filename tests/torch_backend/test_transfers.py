@@ -205,7 +205,7 @@ def test_a_ring_of_a_new_group(on: Ranks, met: bool) -> None:
             x = on.tensor(rank, 1.0)
             group.allreduce([x]).wait()
             assert on.holds(x, 4)
-        part = group.split(group._store, order, None)
+        part = group.split(group.get_group_store(), order, None)
         if part is None:
             return
         place, out = part.rank(), on.tensor(rank, -1.0, LONG)
@@ -248,7 +248,7 @@ def test_groups_of_the_same_ranks_are_first_used_in_any_order(on: Ranks, met: bo
         rank = group.rank()
         if met:
             group.allreduce([on.tensor(rank, 1.0)]).wait()
-        parts = [group.split(group._store, [0, 1], None) for _ in range(3)]
+        parts = [group.split(group.get_group_store(), [0, 1], None) for _ in range(3)]
         sums = [on.tensor(rank, 10.0 + number) for number in range(3)]
         outs = [on.tensor(rank, -1.0) for _ in range(3)]
         calls: list[Callable[[], Any]] = []
