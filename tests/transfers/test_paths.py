@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from proxyccl.channels.transfers import paths
-from proxyccl.channels.transfers.metadata import METADATA, Metadata
+from proxyccl.channels.transfers.metadata import METADATA
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy._transfers import lib
 from proxyccl.transfer import Agent, DisconnectedError
-from support.agents import Pair, child, serve_memory
+from support.agents import Pair, add_changed, child, serve_memory
 
 pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the runtime")
 
@@ -59,14 +59,11 @@ def test_the_kernel_copies_between_network_namespaces(pair: Pair, apart: None) -
 
 
 def test_a_number_of_another_process_is_not_copied_from(pair: Pair, apart: None) -> None:
-    pair.a._peers["b"].place = paths.Place(**{**_fields(pair), "process": 1})
+    place = METADATA.decode(pair.b.metadata(), "an agent").place
+    assert place is not None
+    add_changed(pair, place=msgspec.structs.replace(place, process=1))
     with pytest.warns(RuntimeWarning, match="through a socket"):
         assert pair.a.connect("b").name == "tcp"
-
-
-def _fields(pair: Pair) -> dict[str, object]:
-    place = pair.a._peers["b"].place
-    return {name: getattr(place, name) for name in place.__struct_fields__}
 
 
 def test_accepted_links_send_small_answers_at_once_and_notice_silent_hosts() -> None:
@@ -93,12 +90,10 @@ def test_an_address_that_does_not_answer_takes_no_time_of_the_next(
             waits.setblocking(False)
             waits.connect_ex(full.getsockname())
         pair = undo.enter_context(contextlib.closing(Pair(timeout=1000)))
-        known = METADATA.decode(pair.b.metadata(), "an agent")
-        assert known.place is not None
-        place = msgspec.structs.replace(known.place, addresses=[full.getsockname(), *known.place.addresses])
-        pair.a.remove("b")
-        regions = known.rows, known.labels, known.shares, known.keys
-        pair.a.add(METADATA.encode(Metadata("proxyccl-agent-3", "b", known.token, place, *regions)))
+        place = METADATA.decode(pair.b.metadata(), "an agent").place
+        assert place is not None
+        addresses = [full.getsockname(), *place.addresses]
+        add_changed(pair, place=msgspec.structs.replace(place, addresses=addresses))
         assert pair.a.connect("b").name == "tcp"
 
 
