@@ -153,8 +153,14 @@ def test_a_fetch_that_has_ended_keeps_no_tensor(transports: tuple[Any, Any]) -> 
 def test_an_abort_while_a_fetch_begins_cancels_it(transports: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     source, destination = transports
     meta = described(source, "one", [np.arange(1 << 19)])
+    prepare = destination.agent.prepare
+
+    def abort_and_prepare(*arguments: Any) -> Any:
+        destination.abort_transport("one", None)
+        return prepare(*arguments)
+
     with monkeypatch.context() as beginning:
-        beginning.setattr("proxyccl.ray.transport._synchronize", lambda _: destination.abort_transport("one", None))
+        beginning.setattr(destination.agent, "prepare", abort_and_prepare)
         with pytest.raises(CanceledError):
             destination.fetch_multiple_tensors("one", meta, None)
     assert destination.agent.regions == []
