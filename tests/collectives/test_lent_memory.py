@@ -17,7 +17,7 @@ from proxyccl import ArgumentError, Array, Communicator
 from proxyccl.channels import lent_memory
 from proxyccl.channels.calls._calls import LEAST_LENT_BYTES
 from proxyccl.channels.collectives.request import CtaPolicy
-from support.cases.memory import recorded_mappings, registered, room_for
+from support.cases.memory import gather_and_check, recorded_mappings, registered, room_for
 from support.cases.reference import Call
 from support.device_arrays import barrier
 from support.fakes.foreign_memory import ForeignMemory
@@ -96,13 +96,7 @@ def exports(comm: Communicator, patch: pytest.MonkeyPatch, *memories: ForeignMem
 def gather(
     comm: Communicator, seed: int, source: Array, target: Array, algorithm: str | None = None, of: Call = CALL
 ) -> None:
-    call = replace(of, seed=seed)
-    source.upload(call.input(comm.rank, comm.world_size))
-    target.fill(-1)
-    barrier(comm)
-    comm.all_gather(source, out=target, algorithm=algorithm)
-    comm.synchronize()
-    call.check(target.numpy(), comm.rank, comm.world_size)
+    gather_and_check(comm, replace(of, seed=seed), source, target, algorithm)
 
 
 def test_memory_is_lent_when_it_is_met_often(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -852,29 +852,21 @@ class FailingCopies:
 
 @pytest.mark.host_only("copies are replaced by the CPU's")
 @pytest.mark.parametrize("number", [1, 3])
-def test_a_copy_that_fails_on_its_way_out(number: int) -> None:
-    copies = FailingCopies(0, number, 719)
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_a_copy_that_fails(way: str, number: int) -> None:
+    """The failed put's signal must not arrive. The flush ends only after all puts."""
+    copies = FailingCopies(int(way == "in"), number, 719)
     with Ends(**copies.options) as ends:
         here, there = ends
         here.push(PUT | SIGNAL | FLUSH, 8, count=5)
-        failure = here.fails()
-        assert failure.peer == there.rank
-        assert failure.reason == "put: the copy into pinned memory failed with the driver's status 719"
+        if way == "out":
+            failed, other, what = here, there, "put: the copy into"
+        else:
+            failed, other, what = there, here, "completion: the copy from"
+        failure = failed.fails()
+        assert failure.peer == other.rank
+        assert failure.reason == f"{what} pinned memory failed with the driver's status 719"
         assert there.words[0] <= number - 1
-        assert here.flushed() <= number - 1
-
-
-@pytest.mark.host_only("copies are replaced by the CPU's")
-@pytest.mark.parametrize("number", [1, 3])
-def test_a_copy_that_fails_on_its_way_in(number: int) -> None:
-    copies = FailingCopies(1, number, 719)
-    with Ends(**copies.options) as ends:
-        here, there = ends
-        here.push(PUT | SIGNAL | FLUSH, 8, count=5)
-        failure = there.fails()
-        assert failure.peer == here.rank
-        assert failure.reason == "completion: the copy from pinned memory failed with the driver's status 719"
-        assert there.words[0] < number  # the failed put's signal must not arrive
         assert here.flushed() <= number - 1
 
 

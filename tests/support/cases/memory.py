@@ -89,3 +89,15 @@ def recorded_mappings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Runtime, Me
 
     monkeypatch.setattr(kind, "open", noted)
     return mapped
+
+
+def gather_and_check(
+    comm: Communicator, call: Call, source: Array, target: Array, algorithm: str | None = None
+) -> None:
+    """Gathers into `target` and checks the result. The next call with similar arrays reuses the prepared call."""
+    source.upload(call.input(comm.rank, comm.world_size))
+    target.fill(-1)
+    barrier(comm)
+    comm.all_gather(source, out=target, algorithm=algorithm)
+    comm.synchronize()
+    call.check(target.numpy(), comm.rank, comm.world_size)
