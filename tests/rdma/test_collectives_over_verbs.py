@@ -1,4 +1,4 @@
-"""Collectives and execution plans over verbs between emulated nodes, whose fake devices copy memory and check limits."""
+"""Collectives and execution plans over verbs between emulated nodes. Fake devices copy memory and check every limit."""
 
 from __future__ import annotations
 
