@@ -20,8 +20,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from proxyccl.device.gpu.stream_order import StreamOrder  # noqa: E402
-from proxyccl.torch import executor  # noqa: E402
-from proxyccl.torch.endpoints import Endpoints  # noqa: E402
+from proxyccl.torch import endpoints, executor  # noqa: E402
+from proxyccl.torch.store_bootstrap import StoreBootstrap  # noqa: E402
 from support.fakes import torch_on_hip  # noqa: E402
 from support.torch_groups import TIMEOUT, run  # noqa: E402
 
@@ -384,13 +384,13 @@ def test_a_peer_that_does_not_come_is_named(
     """Two transfers, in opposite directions, wait for the same missing peer. Both errors name the peer. Neither the
     peer nor the waiting rank is the group's first.
     """
-    others, meetings, connect = threading.Event(), [], Endpoints._connect
+    others, meetings = threading.Event(), []
 
-    def counted(self: Endpoints, *arguments: Any) -> Any:
+    def counted(*arguments: Any) -> StoreBootstrap:
         meetings.append(arguments)
-        return connect(self, *arguments)
+        return StoreBootstrap(*arguments)
 
-    monkeypatch.setattr(Endpoints, "_connect", counted)
+    monkeypatch.setattr(endpoints, "StoreBootstrap", counted)
 
     def body(group: Any) -> None:
         if group.rank() != 1:
