@@ -46,7 +46,13 @@ def found(monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], devices: 
 
 @pytest.mark.parametrize(
     ("devices", "expected"),
-    [({}, "host"), ({"cuda": 0}, "host"), ({"cuda": 2}, "cuda"), ({"cuda": 0, "hip": 1}, "hip"), ({"hip": 1}, "hip")],
+    [
+        ({}, "host"),
+        ({"cuda": 0}, "host"),
+        ({"cuda": 2, "hip": 1}, "cuda"),
+        ({"cuda": 0, "hip": 1}, "hip"),
+        ({"hip": 1}, "hip"),
+    ],
 )
 def test_the_first_vendor_with_a_device_gives_the_default(
     monkeypatch: pytest.MonkeyPatch, devices: dict[str, int], expected: str
