@@ -101,7 +101,9 @@ def _random(rng: np.random.Generator, count: int, dtype: np.dtype[Any], op: str)
     return rng.integers(-8, 9, count).astype(dtype)
 
 
-class _Case:
+class Case:
+    """A call of a collective whose result every rank checks."""
+
     def __init__(self, communicator: Communicator, mpi: Any, parsed: argparse.Namespace, size: int, seed: int) -> None:
         self._comm = communicator
         self._mpi = mpi
@@ -119,8 +121,8 @@ class _Case:
         op = parsed.op if parsed.collective in REDUCTIONS else "sum"
         inputs = [_random(np.random.default_rng((seed, rank)), send, self.dtype, op) for rank in range(ranks)]
         self._input = inputs[communicator.rank]
-        self._output = np.empty(receive, self.dtype)
-        self._expected = self._reference(inputs, share)
+        self.output = np.empty(receive, self.dtype)
+        self.expected = self._reference(inputs, share)
         self._on_device: tuple[Array, Array] | None = None
         if communicator.runtime.name != "host":
             x, out = (communicator.empty(n, parsed.dtype) for n in (send, receive))
@@ -149,7 +151,7 @@ class _Case:
 
     def run(self, algorithm: str | None) -> None:
         comm, op = self._comm, self._parsed.op
-        x, out = self._on_device or (self._input, self._output)
+        x, out = self._on_device or (self._input, self.output)
         match self._parsed.collective:
             case "all_reduce":
                 comm.all_reduce(x, op, out=out, algorithm=algorithm)
@@ -165,7 +167,7 @@ class _Case:
             comm.synchronize()
 
     def mpi_call(self) -> Callable[[], None] | None:
-        comm, send, receive = self._mpi.COMM_WORLD, self._input, self._output
+        comm, send, receive = self._mpi.COMM_WORLD, self._input, self.output
         collective = self._parsed.collective
         if self._element.name not in _MPI_DTYPES:
             return None
@@ -183,19 +185,19 @@ class _Case:
         return lambda: comm.Bcast(send if self._comm.rank == 0 else receive, root=0)
 
     def poison(self) -> None:
-        self._output.view(np.uint8).fill(_POISON)
+        self.output.view(np.uint8).fill(_POISON)
         if self._on_device is not None:
-            self._on_device[1].upload(self._output)
+            self._on_device[1].upload(self.output)
 
     def wrong(self) -> int:
         """Returns the number of wrong elements in the output. A mean may differ in the last bit because of rounding."""
-        output = self._output if self._on_device is None else self._on_device[1].numpy()
+        output = self.output if self._on_device is None else self._on_device[1].numpy()
         if self._parsed.op == "avg" and self._parsed.collective in REDUCTIONS:
-            got, expected = output.astype(np.float64), self._expected.astype(np.float64)
+            got, expected = output.astype(np.float64), self.expected.astype(np.float64)
             tolerance = 0.0 if np.issubdtype(self.dtype, np.integer) else 2.0 ** -(4 * self._element.itemsize - 1)
             close: Data = np.abs(got - expected) <= tolerance * np.abs(expected)
             return int(np.count_nonzero(~close))
-        return int(np.count_nonzero(output != self._expected))
+        return int(np.count_nonzero(output != self.expected))
 
 
 def _timed(communicator: Communicator, call: Callable[[], None]) -> float:
@@ -217,7 +219,7 @@ def _affordable(communicator: Communicator, parsed: argparse.Namespace, warm_up_
 
 
 def _measure(
-    communicator: Communicator, case: _Case, algorithm: str | None, parsed: argparse.Namespace, seconds: float
+    communicator: Communicator, case: Case, algorithm: str | None, parsed: argparse.Namespace, seconds: float
 ) -> Fields:
     mpi_call = case.mpi_call()
     case.poison()
@@ -289,7 +291,7 @@ def run(parsed: argparse.Namespace) -> int:
             table.header()
         rows = []
         for size in sizes:
-            case = _Case(communicator, MPI, parsed, size, seed + size)
+            case = Case(communicator, MPI, parsed, size, seed + size)
             for algorithm in algorithms:
                 row = _measure(communicator, case, algorithm, parsed, seconds)
                 rows.append(row)

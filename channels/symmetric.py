@@ -163,7 +163,7 @@ class SymmetricMemory:
         self._announced: dict[int, Announced] = {}
         self._unsettled: dict[int, Announced] = {}  # ranges for which replies of peers or their proxies are missing
         self._free = list(range(ENTRIES - 1, -1, -1))
-        self._withdrawn: dict[int, object] = {}  # withdrawn memory, by entry; released when all peers have unmapped it
+        self.withdrawn: dict[int, object] = {}  # withdrawn memory, by entry; released when all peers have unmapped it
         self._ended: deque[Announced] = deque()  # ranges of collected arrays; needs no lock
         self._pool: MemoryPool | None = None
         self._pool_changes = -1  # the pool's change count when it was last handled
@@ -347,7 +347,7 @@ class SymmetricMemory:
         self._calls.unset_reached(announced.entry)
         self._own.announce(announced.entry, b"")
         self._runtime.end_export(announced.handle)
-        self._withdrawn[announced.entry] = announced.memory
+        self.withdrawn[announced.entry] = announced.memory
         announced.memory = None
 
     def let_go_withdrawn(self) -> bool:
@@ -355,9 +355,9 @@ class SymmetricMemory:
         whether any reference was dropped.
         """
         with self._lock:
-            done = [entry for entry in list(self._withdrawn) if self._replies(entry) is not None]
+            done = [entry for entry in list(self.withdrawn) if self._replies(entry) is not None]
             for entry in done:
-                del self._withdrawn[entry]
+                del self.withdrawn[entry]
             self._free += done
         return bool(done)
 
@@ -491,7 +491,7 @@ class SymmetricMemory:
             wait: whether to wait if another thread is updating; otherwise the call returns immediately.
         """
         self.withdraw_ended()
-        if self._withdrawn:
+        if self.withdrawn:
             self.let_go_withdrawn()
         if self._pool is not None:
             self._follow_pool(self._pool)
@@ -564,7 +564,7 @@ class SymmetricMemory:
         """Returns this rank's memory that must stay allocated because peers' kernels may access it."""
         with self._lock:
             announced = [each.memory for each in self._announced.values()]
-            return [memory for memory in (*announced, *self._withdrawn.values()) if memory is not None]
+            return [memory for memory in (*announced, *self.withdrawn.values()) if memory is not None]
 
     def close(self) -> None:
         """Stops updates, and drops the references to this rank's memory. No kernel of this rank may use peers' memory
@@ -576,5 +576,5 @@ class SymmetricMemory:
                 self._runtime.end_export(announced.handle)
             self._segments.clear()
             self._announced.clear()
-            self._withdrawn.clear()
+            self.withdrawn.clear()
         self.withdraw_ended()  # notifies the groups that inherited these ranges

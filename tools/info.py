@@ -160,7 +160,7 @@ def _devices() -> Iterator[Finding]:
             yield Finding(f"{name}:{device}", True, detail)
 
 
-def _rdma(root: Path = SYSFS) -> Iterator[Finding]:
+def _rdma(root: Path) -> Iterator[Finding]:
     for device in rdma_devices(root):
         up = not device.problem and any(port.state == "active" for port in device.ports)
         facts = [*map(str, device.ports)] or ["no port"]
@@ -233,7 +233,7 @@ def _chosen(
                 yield (adapter_of(offer.domain, root), 1), f"fabric ({offer.provider})"
 
 
-def _placement(places: dict[str, Place], offers: list[FabricOffer], root: Path = SYSFS) -> Iterator[Finding]:
+def placement(places: dict[str, Place], offers: list[FabricOffer], root: Path = SYSFS) -> Iterator[Finding]:
     """Finds the adapters of each place by nearness, and those that the place's rank would use. Equally near adapters
     with the same kind, state and rate are described together.
     """
@@ -261,7 +261,7 @@ def _abridged(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{names[0]} … {names[-1]}, {len(names)} adapters"
 
 
-def _places(root: Path = SYSFS) -> dict[str, Place]:
+def _places(root: Path) -> dict[str, Place]:
     """Returns the places of ranks: this machine's GPUs by name; without GPUs its NUMA nodes, else the whole machine."""
     bound = process_numa_node(root)
     gpus = {
@@ -447,9 +447,9 @@ def _environment() -> Iterator[Finding]:
         yield Finding(name, not problem, problem or value)
 
 
-def findings() -> dict[str, list[Finding]]:
+def findings(root: Path = SYSFS) -> dict[str, list[Finding]]:
     """Returns all findings by section, in the order of the output. While it collects the other findings, measures each
-    proxy's share of a core.
+    proxy's share of a core. `root` is the directory of sysfs.
     """
     watch = Watch()
     with contextlib.suppress(ArgumentError):  # `_idle_policies` reports the error
@@ -460,9 +460,9 @@ def findings() -> dict[str, list[Finding]]:
     sections = {
         "Runtimes": _runtimes(),
         "Devices": _devices(),
-        "RDMA": _rdma(),
+        "RDMA": _rdma(root),
         "Fabric": _fabric(offers, lacks),
-        "Placement": _placement(_places(), offers),
+        "Placement": placement(_places(root), offers, root),
         "Proxies": _proxies(watch),
         "Agents": _agents(),
         "Containers": _containers(),

@@ -6,9 +6,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_PROC = Path("/proc")
-_CGROUPS = Path("/sys/fs/cgroup")
-
 
 @dataclass(frozen=True)
 class Limit:
@@ -21,28 +18,28 @@ class Limit:
         return f"{self.origin} {self.nbytes} bytes of memory and swap space"
 
 
-def memory_limit() -> Limit | None:
-    """Returns the smallest limit, or None if the system reports no limit.
+def memory_limit(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> Limit | None:
+    """Returns the smallest limit, or None if the system, with its file systems in the two directories, reports none.
 
     The limit is on all memory, not only free memory, because pages are allocated when first touched, and other memory
     may be freed until then.
     """
-    totals = dict(re.findall(r"^(MemTotal|SwapTotal): +(\d+) kB", _text(_PROC / "meminfo"), re.MULTILINE))
+    totals = dict(re.findall(r"^(MemTotal|SwapTotal): +(\d+) kB", _text(proc / "meminfo"), re.MULTILINE))
     swap = int(totals.get("SwapTotal", 0)) << 10
-    limits = [Limit(nbytes + swap, f"{path} allows") for path, nbytes in _group_limits()]
+    limits = [Limit(nbytes + swap, f"{path} allows") for path, nbytes in _group_limits(proc, groups)]
     if "MemTotal" in totals:
         limits.append(Limit((int(totals["MemTotal"]) << 10) + swap, "this machine has"))
     return min(limits, key=lambda limit: limit.nbytes, default=None)
 
 
-def _group_limits() -> list[tuple[Path, int]]:
+def _group_limits(proc: Path, groups: Path) -> list[tuple[Path, int]]:
     found = []
-    for line in _text(_PROC / "self/cgroup").splitlines():
+    for line in _text(proc / "self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers == "":
-            root, name = _CGROUPS, "memory.max"
+            root, name = groups, "memory.max"
         elif "memory" in controllers.split(","):
-            root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
+            root, name = groups / "memory", "memory.limit_in_bytes"
         else:
             continue
         # In a container, /proc may show the group's path on the host, but the container's group is mounted at the root.

@@ -97,8 +97,9 @@ class ProxyCCLTransport(TensorTransportManager):
         self._aborted: set[str] = set()
 
     @property
-    def _agent(self) -> Agent:
-        with self._lock:  # makes the agent at its first use, because a driver needs none
+    def agent(self) -> Agent:
+        """The agent of this process, which is made at its first use, because Ray's driver needs none."""
+        with self._lock:
             if self._made is None:
                 self._made = Agent(f"ray-{os.getpid()}-{uuid.uuid4().hex}")
             return self._made
@@ -135,7 +136,7 @@ class ProxyCCLTransport(TensorTransportManager):
         _synchronize(rdt_object)
         regions = [_region(tensor) for tensor in rdt_object]
         self._end_dropped()
-        agent = self._agent
+        agent = self.agent
         agent.register_regions(regions)
         with self._lock:
             self._objects.setdefault(obj_id, []).extend(regions)
@@ -179,7 +180,7 @@ class ProxyCCLTransport(TensorTransportManager):
             raise ValueError("a buffer has another size than its tensor")
         _synchronize(tensors)  # earlier work may still use the buffers' memory
         self._end_dropped()
-        agent = self._agent
+        agent = self.agent
         agent.register_regions(regions)
         blocks = [
             (region.address, address, nbytes) for region, (address, nbytes) in zip(regions, meta.places, strict=True)
@@ -253,7 +254,7 @@ class ProxyCCLTransport(TensorTransportManager):
             regions = self._objects.pop(obj_id, [])
             self._generation += any(region.kind == VRAM for region in regions)
         if regions:
-            self._agent.deregister(*regions)
+            self.agent.deregister(*regions)
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
         """Aborts the transfer of an object: its fetch raises CanceledError, even if the fetch starts later."""
@@ -272,7 +273,7 @@ class ProxyCCLTransport(TensorTransportManager):
                 raise CanceledError(f"the transfer of object {obj_id} was aborted", meta.agent)
 
     def _add(self, meta: ProxyCCLMetadata) -> None:
-        agent = self._agent
+        agent = self.agent
         if meta.agent == agent.name:
             return
         peer = self._peers.get(meta.agent)
@@ -299,12 +300,12 @@ class ProxyCCLTransport(TensorTransportManager):
             active = {reading.peer for reading in self._readings}
         surplus = len(self._peers) + 1 - _MOST_PEERS
         for index, name in enumerate(list(self._peers)):
-            if name not in active and (index < surplus or self._agent.lost(name)):
+            if name not in active and (index < surplus or self.agent.lost(name)):
                 self._remove(name)
 
     def _remove(self, name: str) -> None:
         del self._peers[name]
-        self._agent.remove(name)
+        self.agent.remove(name)
 
     def _settle(self, reading: _Reading, timeout: float) -> None:
         reading.settle(timeout)
@@ -316,7 +317,7 @@ class ProxyCCLTransport(TensorTransportManager):
                 return
             self._readings.remove(reading)
         reading.tensors = []
-        self._agent.deregister(*reading.regions)
+        self.agent.deregister(*reading.regions)
 
     def _end_dropped(self) -> None:
         active: list[_Reading] = []

@@ -181,17 +181,14 @@ def test_a_closed_communicator_frees_what_was_registered_with_it() -> None:
 
 
 def test_a_closed_communicator_frees_scratch_memory() -> None:
-    def body(comm: Communicator) -> list[Array]:
+    def body(comm: Communicator) -> Communicator:
         for algorithm in (None, "proxy"):
             on_host(comm.all_reduce(on_device(comm, np.ones(100_000, np.float32)), algorithm=algorithm))
-        stages = comm.collectives.by_proxy().memories._stages.values()
-        scratch = [comm.collectives.team()._scratch, *(array for arrays in stages for array in arrays)]
-        assert len(scratch) > 1
-        assert not any(array.memory.closed for array in scratch)
-        return scratch
+        assert min(comm.memory_usage()[purpose] for purpose in ("scratch", "staging")) > 0
+        return comm
 
-    for scratch in run_ranks(2, body):
-        assert all(array.memory.closed for array in scratch)
+    for comm in run_ranks(2, body):
+        assert {comm.memory_usage()[purpose] for purpose in ("scratch", "staging")} == {0}
 
 
 def test_memory_that_a_failed_rank_freed_is_not_to_blame() -> None:

@@ -11,8 +11,10 @@ from proxyccl import Communicator
 from proxyccl.channels.handles import ChannelSet
 from proxyccl.channels.sm_channel import SmChannel
 from proxyccl.device._native import ffi
+from support.cases.memory import recorded_mappings
 from support.devices import world_sizes
 from support.ranks import Ranks, collect_garbage
+from support.running import run_ranks
 
 pytestmark = pytest.mark.hip
 
@@ -86,15 +88,20 @@ def test_they_stay_while_one_rank_has_them(ranks: Ranks) -> None:
     ranks.run(body)
 
 
-def test_peers_map_them_once(ranks: Ranks) -> None:
+def test_peers_map_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = recorded_mappings(monkeypatch)
+
     def body(comm: Communicator) -> None:
         memory = comm.register(comm.empty(64, "uint8"))
         kept = [comm.sm_channels(memory, memory)]
-        mapped = len(comm.group.mappings._mappings._entries)
+        comm.all_gather_bytes(b"")
+        before = len(mapped)
+        comm.all_gather_bytes(b"")
         kept += [comm.sm_channels(memory, memory) for _ in range(5)]
-        assert len(comm.group.mappings._mappings._entries) == mapped
+        comm.all_gather_bytes(b"")
+        assert len(mapped) == before > 0
 
-    ranks.run(body)
+    run_ranks(2, body)
 
 
 def test_more_than_a_block_holds(ranks: Ranks) -> None:

@@ -15,7 +15,7 @@ import pytest
 from proxyccl import ArgumentError, Array, Communicator
 from proxyccl.device.memory.allocation_guard import AllocationGuard
 from proxyccl.device.runtimes import open_runtime
-from support.cases.memory import registered, room_for
+from support.cases.memory import gather_and_check, registered, room_for
 from support.cases.reference import Call
 from support.device_arrays import barrier
 from support.devices import RUNTIME, world_sizes
@@ -41,7 +41,7 @@ def used(comm: Communicator, call: Call, source: Array) -> tuple[Any, ForeignMem
     registration = comm.register(array)
     assert registered(comm, array.view())
     for seed in (1, 2, 3):  # the library prepares a launch in the second call and uses it in the third
-        gather(comm, replace(call, seed=seed), source, array)
+        gather_and_check(comm, replace(call, seed=seed), source, array)
     return registration, memory
 
 
@@ -60,16 +60,6 @@ def replaced(comm: Communicator, memory: ForeignMemory, *, here: bool = True) ->
     return found
 
 
-def gather(comm: Communicator, call: Call, source: Array, target: Array, algorithm: str | None = None) -> None:
-    """Gathers into `target` and checks the result. The next call with similar arrays reuses the prepared call."""
-    source.upload(call.input(comm.rank, comm.world_size))
-    target.fill(-1)
-    barrier(comm)
-    comm.all_gather(source, out=target, algorithm=algorithm)
-    comm.synchronize()
-    call.check(target.numpy(), comm.rank, comm.world_size)
-
-
 @pytest.mark.parametrize("rank", ["the first rank's", "every rank's"])
 def test_an_array_at_a_freed_arrays_address_is_not_taken_for_it(ranks: Ranks, rank: str) -> None:
     """Peers must not write to the freed memory, which they still map."""
@@ -80,7 +70,7 @@ def test_an_array_at_a_freed_arrays_address_is_not_taken_for_it(ranks: Ranks, ra
         registration, memory = used(comm, call, source)
         target = replaced(comm, memory, here=here).array(call.dtype)
         for seed in (4, 5):
-            gather(comm, replace(call, seed=seed), source, target)
+            gather_and_check(comm, replace(call, seed=seed), source, target)
         assert registered(comm, target.view()) != here
         comm.deregister(registration)
         barrier(comm)
@@ -98,13 +88,13 @@ def test_it_may_be_registered_itself(ranks: Ranks) -> None:
         target = replaced(comm, memory).array(call.dtype)
         new = comm.register(target)
         wait_for(lambda: registered(comm, target.view()), "the peers have replied")
-        gather(comm, replace(call, seed=4), source, target)
+        gather_and_check(comm, replace(call, seed=4), source, target)
         comm.deregister(old)
         assert registered(comm, target.view()), "the end of the old registration does not end the new one"
-        gather(comm, replace(call, seed=5), source, target)
+        gather_and_check(comm, replace(call, seed=5), source, target)
         comm.deregister(new)
         assert not registered(comm, target.view())
-        gather(comm, replace(call, seed=6), source, target)
+        gather_and_check(comm, replace(call, seed=6), source, target)
         barrier(comm)
         target.free()
 
@@ -128,7 +118,7 @@ def test_other_memory_is_not_taken_for_an_array_that_may_have_been_freed(
         registrations = [comm.register(memory.array(call.dtype)) for memory in (sources[0], targets[0])]
         for seed, number in enumerate((0, 0, 0, 1, 1, 0)):
             arrays = sources[number].array(call.dtype), targets[number].array(call.dtype)
-            gather(comm, replace(call, seed=seed), *arrays, algorithm="proxy")
+            gather_and_check(comm, replace(call, seed=seed), *arrays, algorithm="proxy")
         for registration in registrations:
             comm.deregister(registration)
         barrier(comm)

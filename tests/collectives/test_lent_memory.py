@@ -17,7 +17,7 @@ from proxyccl import ArgumentError, Array, Communicator
 from proxyccl.channels import lent_memory
 from proxyccl.channels.calls._calls import LEAST_LENT_BYTES, RECEIVED_BY_PROXIES
 from proxyccl.channels.collectives.request import CtaPolicy
-from support.cases.memory import registered, room_for
+from support.cases.memory import gather_and_check, recorded_mappings, registered, room_for
 from support.cases.reference import Call
 from support.device_arrays import barrier
 from support.fakes.foreign_memory import ForeignMemory
@@ -76,7 +76,7 @@ def withdrawn(comm: Communicator, *memories: ForeignMemory) -> None:
     for memory in memories:
         memory.close()
     symmetric = comm.group.symmetric
-    wait_for(lambda: not symmetric.lent_sizes and not symmetric._withdrawn, "it is withdrawn")
+    wait_for(lambda: not symmetric.lent_sizes and not symmetric.withdrawn, "it is withdrawn")
 
 
 def exports(comm: Communicator, patch: pytest.MonkeyPatch, *memories: ForeignMemory) -> list[int]:
@@ -96,17 +96,7 @@ def exports(comm: Communicator, patch: pytest.MonkeyPatch, *memories: ForeignMem
 def gather(
     comm: Communicator, seed: int, source: Array, target: Array, algorithm: str | None = None, of: Call = CALL
 ) -> None:
-    call = replace(of, seed=seed)
-    source.upload(call.input(comm.rank, comm.world_size))
-    target.fill(-1)
-    barrier(comm)
-    comm.all_gather(source, out=target, algorithm=algorithm)
-    comm.synchronize()
-    call.check(target.numpy(), comm.rank, comm.world_size)
-
-
-def mapped_handles(comm: Communicator) -> set[bytes]:
-    return {handled.handle for handled in comm.group.symmetric._handled.values() if handled.mapped is not None}
+    gather_and_check(comm, replace(of, seed=seed), source, target, algorithm)
 
 
 def test_memory_is_lent_when_it_is_met_often(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,9 +137,13 @@ def test_memory_that_is_met_once_is_never_exported(ranks: Ranks, monkeypatch: py
     ranks.run(body)
 
 
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("algorithm", [None, "proxy"])
-def test_what_its_owner_frees_is_withdrawn_without_a_call(ranks: Ranks, algorithm: str | None) -> None:
+def test_what_its_owner_frees_is_withdrawn_without_a_call(
+    size: int, algorithm: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Peers close their mappings of freed memory, because a mapping would keep the memory allocated."""
+    mapped = recorded_mappings(monkeypatch)
 
     def body(comm: Communicator) -> None:
         source, memory = comm.empty(CALL.count, CALL.dtype), memory_for(comm)
@@ -158,15 +152,11 @@ def test_what_its_owner_frees_is_withdrawn_without_a_call(ranks: Ranks, algorith
         for seed in (1, 2, 3):
             gather(comm, seed, source, target, algorithm)
         comm.all_gather_bytes(b"")
-        before = mapped_handles(comm)
+        used = [each for runtime, each in mapped if runtime is comm.runtime and not each.closed]
         withdrawn(comm, memory)
-        comm.all_gather_bytes(b"")
-        unmapped = before - mapped_handles(comm)
-        assert len(unmapped) >= comm.world_size - 1
-        for cache in (comm.group.mappings, comm.group._mapped):
-            assert not unmapped & cache._mappings._entries.keys()
+        wait_for(lambda: sum(each.closed for each in used) >= comm.world_size - 1, "its peers' memory is unmapped")
 
-    ranks.run(body)
+    run_ranks(size, body)
 
 
 def test_other_memory_at_its_address_is_lent_anew_when_it_is_met_more_often(
@@ -215,9 +205,9 @@ def test_calls_by_proxy_use_it_when_peers_have_added_it(ranks: Ranks) -> None:
 
         wait_for(lambda: received(target.ptr, target.nbytes), "the peers' proxies have it")
         assert received(target.ptr + 4096, CALL.count), "the whole allocation is lent"
-        stages = {side: len(made) for side, made in comm.collectives.by_proxy().memories._stages.items()}
+        staging = comm.memory_usage()["staging"]
         gather(comm, 2, source, target, "proxy")
-        assert stages == {side: len(made) for side, made in comm.collectives.by_proxy().memories._stages.items()}
+        assert comm.memory_usage()["staging"] == staging
         withdrawn(comm, memory)
         assert not received(memory.ptr, memory.nbytes)
 

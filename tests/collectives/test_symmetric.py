@@ -137,11 +137,9 @@ def test_few_elements_in_place_are_loaded_from_peers_arrays(ranks: Ranks, count:
     call = Call("all_reduce", "float32", "avg", "two_shot", count)
 
     def body(comm: Communicator) -> bytes:
-        array, defaults = symmetric(comm, room_for(call, comm.world_size)), comm.runtime.launch_defaults
+        array = symmetric(comm, room_for(call, comm.world_size))
         make_call(comm, call, array, array)
-        scratch = view_of(
-            comm._collectives.team()._scratch, 0, 3 * (defaults.data_bytes + defaults.result_bytes), "uint8"
-        )
+        scratch = staging_memory(comm)
         untouched = poison(scratch.nbytes, np.dtype(np.uint8))
         upload(comm, scratch, untouched)
         result = make_call(comm, replace(call, seed=1), array, array)
@@ -187,10 +185,12 @@ def test_a_reduction_leaves_the_inputs_whose_results_are_dropped(ranks: Ranks) -
     ranks.run(body)
 
 
-def staging_memory(comm: Communicator, *, reduces: bool) -> ArrayView:
-    """Returns the scratch memory of an all_reduce (with `reduces`) or of a call that only moves data."""
-    scratch, defaults = comm._collectives.team()._scratch, comm.runtime.launch_defaults
+def staging_memory(comm: Communicator, *, reduces: bool | None = None) -> ArrayView:
+    """Returns the scratch memory of reductions (`reduces`), of calls that only move data, or (None) of both."""
+    scratch, defaults = comm.collectives.team()._scratch, comm.runtime.launch_defaults
     data, results = 3 * defaults.data_bytes, 3 * defaults.result_bytes
+    if reduces is None:
+        return view_of(scratch, 0, data + results, "uint8")
     return view_of(scratch, data, results, "uint8") if reduces else view_of(scratch, 0, data, "uint8")
 
 
@@ -226,15 +226,15 @@ def private_memory(comm: Communicator, nbytes: int) -> tuple[Any, ...]:
 def test_arrays_that_were_freed_are_unmapped_by_their_peers(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         shared = comm.group.symmetric
-        kept = len(shared._announced)
+        kept = len(shared.memories())
         for _ in range(3):
             arrays = [symmetric(comm, 4096) for _ in range(5)]
             barrier(comm)
             for array in arrays[1:]:
                 array.free()
             del array, arrays  # an array is freed with its last reference
-            wait_for(lambda: not shared._withdrawn, "what was freed is withdrawn")
-            assert len(shared._announced) <= kept  # `kept` may still count a freed array of an earlier test
+            # `kept` may still count a freed array of an earlier test.
+            wait_for(lambda: len(shared.memories()) <= kept, "the peers have unmapped the freed arrays")
             barrier(comm)
 
     ranks.run(body)
@@ -245,7 +245,7 @@ def test_more_arrays_than_can_be_announced_are_staged(ranks: Ranks) -> None:
 
     def body(comm: Communicator) -> None:
         symmetric = comm.group.symmetric
-        wait_for(lambda: not symmetric._withdrawn, "what was freed is withdrawn")
+        wait_for(lambda: not symmetric.withdrawn, "what was freed is withdrawn")
         kept = [comm.empty(16, "uint8")]
         while symmetric.find(kept[-1].ptr, kept[-1].nbytes) is not None:
             kept.append(comm.empty(16, "uint8"))
@@ -254,7 +254,7 @@ def test_more_arrays_than_can_be_announced_are_staged(ranks: Ranks) -> None:
         assert not registered(comm, late.view())
         make_call(comm, call, late, comm.empty(room, "uint8"))
         del kept
-        wait_for(lambda: not symmetric._withdrawn, "its entries are free for the next test")
+        wait_for(lambda: not symmetric.withdrawn, "its entries are free for the next test")
 
     ranks.run(body)
 

@@ -35,8 +35,9 @@ class Daemon:
     """A stand-in for the node daemon, connected to a rank's client."""
 
     end: socket.socket
-    client: DaemonConnection
+    client: DaemonConnection = field(init=False)
     failures: list[ProxyFailure] = field(default_factory=list)
+    timeout: float = 5.0  # of the client
 
     def send(self, reply: AnyReply | bytes) -> None:
         self.end.send(reply if isinstance(reply, bytes) else REPLIES.encode(reply))
@@ -58,12 +59,14 @@ def result(value: object, request: int) -> Answer:
 def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     monkeypatch.setattr(NodeDaemon, "connect", lambda self, timeout: (own, os.getpid()))
-    failures: list[ProxyFailure] = []
+    made = Daemon(theirs)
     words = SharedWords(SharedMemory.allocate(SharedWords.BYTES), 0)
-    client = DaemonConnection(lambda: 5.0, "test", failures.append, lambda: TurnWatch(words.schedule_words, 1))
+    made.client = DaemonConnection(
+        lambda: made.timeout, "test", made.failures.append, lambda: TurnWatch(words.schedule_words, 1)
+    )
     with theirs:
-        yield Daemon(theirs, client, failures)
-        client.hang_up()
+        yield made
+        made.client.hang_up()
 
 
 def test_an_answer_of_the_type_that_is_expected_is_returned(daemon: Daemon) -> None:
@@ -113,8 +116,8 @@ def test_a_signals_handler_may_ask_within_another_request(daemon: Daemon, lost: 
     assert found == ([ProxyLostError, ProxyLostError] if lost else [False, True])
 
 
-def test_a_handler_that_takes_long_does_not_lengthen_the_wait(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemon.client, "_timeout", lambda: 0.3)
+def test_a_handler_that_takes_long_does_not_lengthen_the_wait(daemon: Daemon) -> None:
+    daemon.timeout = 0.3
     with (
         handling(lambda: time.sleep(1)),
         pytest.raises(ProxyLostError, match="does not answer a request to drain: too late"),

@@ -24,7 +24,7 @@ from proxyccl.proxy.daemon.listeners import HandedOver, abstract, shown
 from proxyccl.proxy.daemon.server import Attendance, Daemon
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.processes import start_of
-from support.daemons import daemon_inside
+from support.daemons import daemon_inside, forget_daemon
 from support.device_arrays import on_device, on_host
 from support.devices import rank_runtime, require_devices
 from support.fakes.staging import seen_as
@@ -50,8 +50,7 @@ OPTIONS = JobOptions(1, None, sorted(os.sched_getaffinity(0)), 1)
 
 @pytest.fixture(autouse=True)
 def _fresh_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes this process forget its daemon's name, so that each test starts a new daemon."""
-    monkeypatch.setattr(proxy_place, "_known_name", "")
+    forget_daemon(monkeypatch)
 
 
 def all_reduce(comm: Communicator) -> float:

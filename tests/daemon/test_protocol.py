@@ -4,6 +4,7 @@ clients, and frees what it allocated for the client.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -439,54 +440,34 @@ ATTEMPTS = pytest.mark.parametrize("attempts", [6, pytest.param(60, marks=pytest
 
 
 @ATTEMPTS
-def test_tables_that_change_under_a_flood_of_triggers_do_no_harm(
-    daemon: RunningDaemon, bystander: RawClient, attempts: int
+@pytest.mark.parametrize("under", ["a flood of triggers", "a schedule"])
+def test_tables_that_change_meanwhile_do_no_harm(
+    daemon: RunningDaemon, bystander: RawClient, under: str, attempts: int
 ) -> None:
+    """A client changes tables that its triggers name, or a schedule that it starts repeatedly."""
     before = daemon.resources()
     for attempt in range(attempts):
-        with RawClient(daemon) as client:
+        with RawClient(daemon) as client, contextlib.ExitStack() as traffic:
             assert client.opens()
             used = client.use()
             assert client.say(client.set_channel(used, offset=1024)) == DONE
-            trigger = Trigger(
-                Operation.DATA | Operation.SIGNAL, used["channel"], 8, used["first"], 0, used["first"], 64
-            )
-            flood = Flood(client.ring, trigger)
-            change = (
+            changes = [
                 client.set_channel(used, offset=1024),
                 {"do": "free_channels", "channels": [used["channel"]], "connection": 0},
                 {"do": "remove_memory", "first": used["first"]},
-            )[attempt % 3]
+            ]
+            if under == "a schedule":
+                number = client.result({"do": "add_schedule", "schedule": client.schedule(used)})
+                changes.append({"do": "remove_schedule", "number": number})
+                traffic.enter_context(Ringing(client.schedule_words, number))
+            else:
+                operation = Operation.DATA | Operation.SIGNAL
+                trigger = Trigger(operation, used["channel"], 8, used["first"], 0, used["first"], 64)
+                traffic.callback(Flood(client.ring, trigger).end)
+            change = changes[attempt % len(changes)]
             for _ in range(10):
-                if client.say(change) != DONE:  # the channel or memory was freed, or the client failed
+                if client.say(change) != DONE:  # the change was already made, or the client failed
                     break
-            flood.end()
-    assert bystander.say({"do": "drain", "timeout": 5}) == DRAINED
-    assert daemon.settles(before), (before, daemon.resources())
-
-
-@ATTEMPTS
-def test_tables_that_change_under_a_schedule_do_no_harm(
-    daemon: RunningDaemon, bystander: RawClient, attempts: int
-) -> None:
-    """Lets a client start a schedule repeatedly, and remove the memory that the schedule names."""
-    before = daemon.resources()
-    for attempt in range(attempts):
-        with RawClient(daemon) as client:
-            assert client.opens()
-            used = client.use()
-            assert client.say(client.set_channel(used, offset=1024)) == DONE
-            number = client.result({"do": "add_schedule", "schedule": client.schedule(used)})
-            with Ringing(client.schedule_words, number):
-                change = (
-                    client.set_channel(used, offset=1024),
-                    {"do": "free_channels", "channels": [used["channel"]], "connection": 0},
-                    {"do": "remove_memory", "first": used["first"]},
-                    {"do": "remove_schedule", "number": number},
-                )[attempt % 4]
-                for _ in range(10):
-                    if client.say(change) != DONE:  # the change was already made, or the client failed
-                        break
     assert bystander.say({"do": "drain", "timeout": 5}) == DRAINED
     assert daemon.settles(before), (before, daemon.resources())
 

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,8 +143,10 @@ def test_a_client_whose_request_hangs_keeps_no_report_back(
     inside: Daemon, reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Gate() as gate:
+        hangs = threading.Event()
 
         def hang_in_the_driver(_: HostRuntime, __: bytes) -> Memory:
+            hangs.set()
             gate.wait()
             raise ArgumentError("handle", "it took too long")
 
@@ -154,7 +157,7 @@ def test_a_client_whose_request_hangs_keeps_no_report_back(
             assert other.opens()
             handle = client.buffer.export(client.buffer.ptr, 4096)
             client.connection.send(frame_of({"do": "add_memory", "keys": [], "handle": handle, "nbytes": 4096}))
-            wait_for(lambda: any(session.request for session in list(inside._sessions)), "it is under way")
+            assert hangs.wait(TIMEOUT)
             inside.reporter.write("a test")
             (report,) = written(reports)
             gate.open()
@@ -211,15 +214,20 @@ def test_a_client_that_goes_while_it_is_reported_on(
     client = RawClient(RunningDaemon(inside.path, None))
     assert client.open(**NAMED)["kind"] == "answer"
     client.use()
-    finish = reporter._Snapshots.finish
+    sleep, writer = time.sleep, threading.get_ident()
+    with monkeypatch.context() as pausing:
 
-    def leave_first(snapshots: Any) -> Any:
-        client.connection.close()
-        wait_for(lambda: inside.clients == 0, "the client has left")
-        return finish(snapshots)
+        def leave_first(seconds: float) -> None:
+            """Ends the client in the report's pause between two looks at the client's workers."""
+            if threading.get_ident() != writer:
+                sleep(seconds)
+                return
+            pausing.undo()
+            client.connection.close()
+            wait_for(lambda: inside.clients == 0, "the client has left")
 
-    monkeypatch.setattr(reporter._Snapshots, "finish", leave_first)
-    assert inside.reporter.write("a test") is not None
+        pausing.setattr(time, "sleep", leave_first)
+        assert inside.reporter.write("a test") is not None
     (report,) = written(reports)
     assert report.unread == []
     (left,) = report.clients
@@ -302,16 +310,15 @@ def test_a_proxy_that_fails_is_in_the_daemons_report(daemon: RunningDaemon, repo
     assert any("its proxy failed: " in text for text in daemons.remarks(report, failed, rings=False))
 
 
-def test_ranks_that_ask_at_once_get_one_report_for_their_job(inside: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    causes: list[str] = []
-    monkeypatch.setattr(reporter.DaemonReporter, "_write", lambda _, cause, looks: causes.append(cause))
+def test_ranks_that_ask_at_once_get_one_report_for_their_job(
+    inside: Daemon, reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for job, cause in (("a", "first"), ("a", "second"), ("b", "third")):
         inside.reporter.request(job, cause)
-    wait_for(lambda: len(causes) >= 2, "both are written")
+    written(reports, 2)
     monkeypatch.setattr(reporter, "_COVERED_SECONDS", 0.0)
     inside.reporter.request("a", "later")
-    wait_for(lambda: len(causes) >= 3, "the third is written")
-    assert sorted(causes) == ["first", "later", "third"]
+    assert sorted(report.cause for report in written(reports, 3)) == ["first", "later", "third"]
 
 
 def test_no_report_of_an_abort_that_the_program_asked_for(daemon: RunningDaemon, reports: Path) -> None:
@@ -329,11 +336,11 @@ def test_reports_can_be_turned_off(tmp_path: Path, reports: Path, monkeypatch: p
     with running_daemon(tmp_path / "socket") as running:
         running.end(signal.SIGUSR1)
         assert running.ended == -signal.SIGUSR1
-    looked: list[object] = []
-    monkeypatch.setattr(reporter, "_Snapshots", looked.append)
+    begun: list[object] = []
+    monkeypatch.setattr(reporter, "Thread", lambda *arguments: begun.append(arguments))
     with Daemon(tmp_path / "another") as inside:
         inside.reporter.request("a", "all is wrong")
-    assert not looked
+    assert not begun
     assert not reports.exists()
     monkeypatch.setenv("PROXYCCL_REPORTS", "perhaps")
     refused = run_alone("-m", "proxyccl", "daemon", "--socket", str(tmp_path / "socket"))

@@ -58,14 +58,14 @@ def test_a_stop_while_the_end_of_a_session_is_noticed_is_not_lost(
     read = os.read
 
     def overtaken(descriptor: int, most: int) -> bytes:
-        if descriptor == daemon._wake_read:
+        if threading.current_thread() is serving:
             daemon.stop()
         return read(descriptor, most)
 
     with Daemon(tmp_path / "socket", DaemonOptions(threads=1)) as daemon:
-        monkeypatch.setattr(os, "read", overtaken)
-        daemon._wake()  # simulates the end of a session
         serving = threading.Thread(target=daemon.serve)
+        monkeypatch.setattr(os, "read", overtaken)
+        os.write(daemon.wake_descriptor, b"x")  # simulates the end of a session
         serving.start()
         serving.join(TIMEOUT)
         returned = not serving.is_alive()
@@ -163,7 +163,7 @@ def test_pinned_memory_is_mapped_until_it_is_removed_or_its_client_goes(
     assert (limits[first], limits[second]) == (0, 100)
     assert [each.closed for each in mapped] == [True, False]
     client.connection.close()
-    wait_for(lambda: not inside._sessions, "its session has ended")
+    wait_for(lambda: inside.clients == 0, "its session has ended")
     assert [each.closed for each in mapped] == [True, True]
 
 
@@ -228,14 +228,17 @@ def test_a_client_that_leaves_in_a_drain_is_not_waited_for(
 ) -> None:
     assert client.opens()
 
+    asked = threading.Event()
+
     def never_answered(workers: Workers) -> list[int]:
+        asked.set()
         return [-1] * len(workers)
 
     monkeypatch.setattr(Workers, "ask_to_drain", never_answered)
     client.connection.send(json.dumps({"do": "close", "timeout": 1e6}).encode())
-    wait_for(lambda: any(session.request for session in list(inside._sessions)), "it is under way")
+    assert asked.wait(TIMEOUT)
     client.connection.close()
-    wait_for(lambda: not inside._sessions, "its session has ended")
+    wait_for(lambda: inside.clients == 0, "its session has ended")
 
 
 def test_an_offer_is_answered_before_anybody_is_introduced(client: RawClient, monkeypatch: pytest.MonkeyPatch) -> None:

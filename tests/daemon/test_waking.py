@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator, ThreadBootstrap
-from proxyccl.channels.joining import proxy_place
 from proxyccl.proxy.observe.publications import find
 from proxyccl.proxy.observe.reader import Observer, WorkerView
 from proxyccl.proxy.thread import IdlePolicy
-from support.daemons import running_daemon
+from support.daemons import forget_daemon, running_daemon
 from support.device_arrays import on_device
 from support.observing import KERNELS, channels_of
 from support.running import TIMEOUT, run_ranks, wait_for
@@ -26,7 +25,7 @@ REST = 0.02  # seconds without work after which a proxy thread sleeps most of th
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Yields where the proxy runs: "process", or "daemon" for a node daemon that only this test uses."""
     if request.param == "process":
-        monkeypatch.setattr(proxy_place, "_known_name", "")
+        forget_daemon(monkeypatch)
         yield "process"
         return
     with running_daemon(tmp_path / "socket") as daemon:

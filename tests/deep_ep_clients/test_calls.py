@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 
 import deep_ep  # noqa: E402
 
-from proxyccl import Communicator  # noqa: E402
+from proxyccl import Communicator, EPAll2AllLayer  # noqa: E402
 from proxyccl.channels.expert_parallel.call_form import CallForm  # noqa: E402
-from proxyccl.deep_ep.layers import Layers  # noqa: E402
+from proxyccl.deep_ep import layers  # noqa: E402
 from proxyccl.device.errors import ArgumentError, ClosedError, MismatchError  # noqa: E402
 from support.cases.deep_ep_clients import dequantized  # noqa: E402
 from support.devices import runtime_with_blocks, torch_device  # noqa: E402
@@ -198,13 +198,12 @@ def test_the_most_tokens_may_vary_within_the_same_memory(hooked: bool, monkeypat
     error.
     """
     made: list[int] = []
-    make = Layers._make
 
-    def noted(layers: Layers, shape: Any, max_tokens: int) -> Any:
+    def noted(communicator: Communicator, max_tokens: int, **options: Any) -> EPAll2AllLayer:
         made.append(max_tokens)
-        return make(layers, shape, max_tokens)
+        return EPAll2AllLayer(communicator, max_tokens, **options)
 
-    monkeypatch.setattr(Layers, "_make", noted)
+    monkeypatch.setattr(layers, "EPAll2AllLayer", noted)
 
     def body(comm: Communicator) -> None:
         buffer = deep_ep.Buffer(comm)

@@ -9,14 +9,13 @@ import pytest
 
 from proxyccl.channels.segment.call_log import CALL_ABORTED, CALL_DIFFERED, CALL_DIFFERS, CallLog, encode_fields
 from proxyccl.channels.segment.control import ControlSegment, create_segment
-from proxyccl.device import _native
-from proxyccl.proxy import _engine
+from proxyccl.device._native import ffi as native
+from proxyccl.proxy._engine import ffi, lib
 from support.devices import rank_runtime
 from support.running import TIMEOUT
 
 pytestmark = pytest.mark.host_only(reason="its own driver")
 
-ffi, lib = _engine.ffi, _engine.lib
 WAITED, OTHER = 0x10, 0x20
 _LAUNCH = f"int(void *, {', '.join(7 * ['unsigned'])}, void *, void **, void **)"
 CALL = encode_fields((1,) * lib.PROXYCCL_CALL_FIELDS)
@@ -35,10 +34,10 @@ class Driver:
         self.done: list[Any] = []
         self.launched = self.ended = 0
         self.meanwhile: Any = None
-        self._launch = _native.ffi.new("ProxycclLaunch *")
+        self._launch = native.new("ProxycclLaunch *")
         self._call = ffi.callback(_LAUNCH, self._note_launch)
         self._synchronize = ffi.callback("int(void *)", self._note_wait)
-        self._launch.call = _native.ffi.cast("void *", int(ffi.cast("uintptr_t", self._call)))
+        self._launch.call = native.cast("void *", int(ffi.cast("uintptr_t", self._call)))
         log.wait_on(WAITED, int(ffi.cast("uintptr_t", self._synchronize)))
         self._log = log
 
@@ -69,7 +68,7 @@ def driver(segment: ControlSegment) -> Driver:
 
 
 def control_of(segment: ControlSegment) -> Any:
-    return _native.ffi.cast("ProxycclControl *", segment.host_pointer)
+    return native.cast("ProxycclControl *", segment.host_pointer)
 
 
 @pytest.mark.parametrize(("stream", "done"), [(WAITED, ["launch", WAITED]), (OTHER, ["launch"])])

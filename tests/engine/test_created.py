@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from proxyccl import Communicator, ResourceError
-from proxyccl.proxy import _engine, service, thread, workers
+from proxyccl.proxy import service, thread, workers
+from proxyccl.proxy._engine import ffi
 from support.running import run_ranks
 
 
@@ -19,7 +20,7 @@ class Lacking:
         self._lib, self._function = lib, function
 
     def __getattr__(self, name: str) -> Any:
-        return (lambda *_: _engine.ffi.NULL) if name == self._function else getattr(self._lib, name)
+        return (lambda *_: ffi.NULL) if name == self._function else getattr(self._lib, name)
 
 
 @pytest.mark.parametrize(

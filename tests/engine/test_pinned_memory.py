@@ -18,7 +18,7 @@ from proxyccl import ClosedError, Communicator, Operation, ProxyService, Trigger
 from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.memory.shared_memory import SharedMemory
-from proxyccl.proxy import _engine
+from proxyccl.proxy._engine import lib
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.trigger import WINDOW_BYTES
 from support.device_arrays import barrier
@@ -26,7 +26,7 @@ from support.fakes.staging import OtherCalls, seen_as
 from support.fakes.verbs import Producer, value_trigger
 from support.running import TIMEOUT, run_ranks, wait_for
 
-LIMIT = int(_engine.lib.PROXYCCL_CPU_COPY_BYTES)
+LIMIT = int(lib.PROXYCCL_CPU_COPY_BYTES)
 SIZE = LIMIT + 4096
 PUT, SIGNAL, FLUSH = Operation.DATA, Operation.SIGNAL, Operation.FLUSH
 ALL = PUT | SIGNAL | FLUSH

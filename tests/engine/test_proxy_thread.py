@@ -21,8 +21,11 @@ from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import DriverCalls
 from proxyccl.device.sleepers import Sleepers
 from proxyccl.device.stream_operations import StreamOperations, WriteValue
-from proxyccl.proxy import _engine, workers
+from proxyccl.proxy import workers
+from proxyccl.proxy._engine import lib
 from proxyccl.proxy.interface import ProxyFailure
+from proxyccl.proxy.observe.publications import Description
+from proxyccl.proxy.observe.reader import Observer, WorkerView
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from support.bare_loops import produce
 from support.running import TIMEOUT, run_ranks
@@ -57,7 +60,10 @@ class Client:
             shared_threads=[thread],
             idle=idle,
             on_failure=self.failures.append,
+            description=Description(0, 1, "job", "program"),
         )
+        assert self.service.publication is not None
+        self._observer = Observer(self.service.publication)
         connection = self.service.connect_copy()
         self.channel = self.service.reserve_channel(connection)
         self.service.set_channel(self.channel, connection, self.segment.semaphore_host(self.channel))
@@ -73,6 +79,7 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.runtime.synchronize()  # operations queued on streams may still write to the buffer
+        self._observer.close()
         assert self.service.close(TIMEOUT, drained=False)
 
     def push(self, operation: Operation, count: int, channel: int | None = None) -> int:
@@ -82,6 +89,10 @@ class Client:
         found = produce(self.fifo, self.pushed, words, count, TIMEOUT)
         self.pushed += found
         return found
+
+    @property
+    def worker(self) -> WorkerView:
+        return self._observer.snapshot().workers[0]
 
     @property
     def taken(self) -> int:
@@ -157,12 +168,11 @@ def test_nothing_is_taken_after_a_handler_that_ends_in_abort(thread: ProxyThread
 
 def test_a_ring_of_handlers_triggers_holds_up_neither_polls_nor_other_rings(thread: ProxyThread) -> None:
     with Client(thread, fifos=2) as client:
-        stats = client.service._workers[0].stats
         signalled, polls = [], []
 
         def handler(_: Trigger) -> None:
             signalled.append(client.signalled)
-            polls.append(stats.looks)
+            polls.append(client.worker.looks)
             if len(polls) == 1:
                 client.push(SIGNAL, 1)
 
@@ -237,7 +247,7 @@ def test_a_service_may_be_closed_while_others_wait_for_its_workers(
 
     class Recorded:
         def __getattr__(self, name: str) -> Any:
-            return freed.append if name == "proxyccl_worker_destroy" else getattr(_engine.lib, name)
+            return freed.append if name == "proxyccl_worker_destroy" else getattr(lib, name)
 
     monkeypatch.setattr(workers, "lib", Recorded())
     client = Client(thread)
@@ -315,39 +325,36 @@ def test_helpers_give_the_workers_their_turns_and_handlers_stay_with_the_thread(
 def test_a_thread_that_is_helped_sleeps_whatever_it_would_yield() -> None:
     """A proxy thread whose workers another thread runs must sleep; yielding would take a core from that thread."""
     with helped_thread(IdlePolicy(yield_us=1e6 * TIMEOUT)) as (thread, help_), Client(thread) as client:
-        stats = client.service._workers[0].stats
-        until(lambda: stats.looks > 1000)
-        assert stats.sleeps == 0
-        until(lambda: help_(True) or stats.sleeps > 10)
+        until(lambda: client.worker.looks > 1000)
+        assert client.worker.sleeps == 0
+        until(lambda: help_(True) or client.worker.sleeps > 10)
 
 
 def test_who_does_not_wait_and_has_pushed_nothing_leaves_the_workers_to_their_thread() -> None:
     with helped_thread(IdlePolicy(yield_us=1e6 * TIMEOUT)) as (thread, help_), Client(thread) as client:
-        stats = client.service._workers[0].stats
-        until(lambda: stats.looks > 1000)
+        until(lambda: client.worker.looks > 1000)
         assert [help_(False) for _ in range(10000)] == [0] * 10000
-        assert stats.sleeps == 0
+        assert client.worker.sleeps == 0
 
 
-def sleeping(client: Client) -> Any:
-    """Waits until the thread of a client's worker sleeps most of the time, and returns the worker's counters."""
-    stats = client.service._workers[0].stats
-    until(lambda: stats.sleeps > 0 and stats.idle_ns > 50e6)
-    return stats
+def wait_for_sleep(client: Client) -> None:
+    """Waits until the thread of a client's worker sleeps most of the time."""
+    until(lambda: client.worker.sleeps > 0 and client.worker.idle_ns > 50e6)
 
 
 def test_an_operation_that_rings_a_proxy_wakes_its_thread(thread: ProxyThread) -> None:
     with Client(thread) as client:
-        stats, word = sleeping(client), client.buffer.ptr
+        wait_for_sleep(client)
+        word = client.buffer.ptr
         silent = StreamOperations(client.runtime, [WriteValue(word, 1)])
         rings = StreamOperations(client.runtime, [WriteValue(word, 1)], sleepers=client.service.sleepers)
         for _ in range(100):
             silent()
-        assert stats.wakes == 0
+        assert client.worker.wakes == 0
 
         def woken() -> bool:
             rings()
-            return bool(stats.wakes)
+            return bool(client.worker.wakes)
 
         until(woken)
 
@@ -362,16 +369,17 @@ def test_a_kernel_that_is_given_a_channel_wakes_the_proxys_thread(thread: ProxyT
     with Client(thread) as client:
         source = 'struct Four { char c[4]; }; extern "C" __global__ void nothing(Four, int) {}'
         kernel = client.runtime.compile(f'#include "proxyccl/proxyccl.h"\n{source}')["nothing"]
-        stats, channel = sleeping(client), Channel(client.service.sleepers)
+        wait_for_sleep(client)
+        channel = Channel(client.service.sleepers)
         silent, prepared = kernel.prepare(1, 1, b"1234", 3), kernel.prepare(1, 1, channel, 3)
         for _ in range(100):
             silent()
-        assert stats.wakes == 0
+        assert client.worker.wakes == 0
         for launch in (prepared, lambda: kernel(1, 1, channel, 3)):
 
-            def woken(before: int = stats.wakes, launch: Callable[[], None] = launch) -> bool:
+            def woken(before: int = client.worker.wakes, launch: Callable[[], None] = launch) -> bool:
                 launch()
-                return bool(stats.wakes > before)
+                return client.worker.wakes > before
 
             until(woken)
 
@@ -383,9 +391,7 @@ def test_a_thread_is_as_awake_as_the_most_awake_of_its_workers(thread: ProxyThre
         with Client(thread, idle=asleep) as second:
             assert thread.idle == IdlePolicy(7, 900, 40)
             for client in (first, second):
-                stats = client.service._workers[0].stats
-                assert (stats.spin_ns, stats.yield_ns, stats.max_sleep_ns) == (7000, 900_000, 40_000)
-                assert stats.thread == thread.native_id
+                assert client.worker.idle_times == (7, 900, 40)
         assert thread.idle == awake
         with Client(thread):
             assert thread.idle == IdlePolicy(5, 900, 1000)

@@ -37,8 +37,9 @@ def arguments(comm: Communicator) -> tuple[Any, Any]:
 
 def calls_with(layer: EPAll2AllLayer, comm: Communicator, desc: Any) -> dict[str, Callable[[], object]]:
     """Returns every call that takes a descriptor, with arrays of the shapes that an unfilled descriptor would allow."""
-    rows = on_device(comm, np.ones((*layer._parts.leading(desc.rows), HIDDEN), np.float32))
-    values = on_device(comm, np.ones((*layer._parts.leading(desc.rows),), np.float32))
+    leading = layer._parts.leading(desc.rows)
+    rows = on_device(comm, np.ones((*leading, HIDDEN), np.float32))
+    values = on_device(comm, np.ones(leading, np.float32))
     tokens = arguments(comm)[0]
     weights = on_device(comm, np.ones((TOKENS, TOPK), np.float32))
     return {

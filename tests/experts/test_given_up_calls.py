@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator, CommunicatorError
-from proxyccl.channels.expert_parallel import geometry
 from proxyccl.channels.expert_parallel.arrays import NumpyArrays
 from proxyccl.device._native import ffi
-from support.cases.expert_layer import Case, plan_of, run_ranks
+from support.cases.expert_layer import Case, announce_by, plan_of, run_ranks
 from support.running import TIMEOUT, impatient
 
 pytestmark = pytest.mark.host_only(reason="fills tables with arbitrary numbers")
@@ -49,10 +48,7 @@ def wait_for_failure(comm: Communicator) -> None:
 def test_calls_after_a_dispatch_that_gave_up_touch_no_row(
     monkeypatch: pytest.MonkeyPatch, layout: str, announces: str
 ) -> None:
-    if announces in ("counts", "shared_masks"):
-        monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
-    if announces == "counts":
-        monkeypatch.setattr(geometry.Geometry, "_masks_fit", lambda *_: False)
+    announce_by(announces, monkeypatch)
     plan = plan_of(Case((8, 8), hidden=16))
     make = NumpyArrays.maker
 

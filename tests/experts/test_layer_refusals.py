@@ -18,10 +18,10 @@ from proxyccl import (
     MismatchError,
     WaitTimeoutError,
 )
-from proxyccl.channels.expert_parallel import geometry
 from support.cases.expert_layer import (
     Case,
     Plan,
+    announce_by,
     check,
     check_layer,
     dispatch_of,
@@ -458,10 +458,7 @@ def test_calls_of_different_layers_are_a_mismatch(instead: str) -> None:
 @pytest.mark.parametrize("announces", ["counts", "masks", "shared_masks"])
 def test_a_rank_that_names_no_output_buffer_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, announces: str) -> None:
     """The kernels must notice that the ranks' calls differ, because calls in graphs are not compared at launch."""
-    if announces != "masks":
-        monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
-    if announces == "counts":
-        monkeypatch.setattr(geometry.Geometry, "_masks_fit", lambda *_: False)
+    announce_by(announces, monkeypatch)
     plan = plan_of(Case((8, 8)))
 
     def body(comm: Communicator) -> None:

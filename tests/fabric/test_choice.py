@@ -190,7 +190,7 @@ def test_info_lists_devices_of_efa_and_interfaces(tmp_path: Path, monkeypatch: p
     gpus = expand("p5_efa", tmp_path)
     put(tmp_path / "class/net/eth0", {"operstate": "up", "speed": "25000", "device/numa_node": "1"})
     offers = [SHM, *of_efa(tmp_path), *TCP[:4]]
-    findings = info._placement({name: Place(address) for name, address in gpus.items()}, offers, tmp_path)
+    findings = info.placement({name: Place(address) for name, address in gpus.items()}, offers, tmp_path)
     efa = "(for libfabric alone, active, 100 Gbit/s"
     assert [finding.detail for finding in findings if finding.name == "gpu1"] == [
         f"same PCIe switch: rdmap96s0, rdmap98s0, rdmap99s0 {efa}); rdmap97s0 {efa}, used by fabric (efa))",
@@ -198,7 +198,7 @@ def test_info_lists_devices_of_efa_and_interfaces(tmp_path: Path, monkeypatch: p
         f"other NUMA node: eth0 (network interface, up, 25 Gbit/s); rdmap147s0 … rdmap201s0, 16 adapters {efa})",
     ]
     monkeypatch.setenv("PROXYCCL_FABRIC", "provider=shm")
-    (finding,) = info._placement({"NUMA node 0": Place(node=0)}, [SHM], tmp_path / "without adapters")
+    (finding,) = info.placement({"NUMA node 0": Place(node=0)}, [SHM], tmp_path / "without adapters")
     assert finding.detail == "unknown place: shm (this host alone, used by fabric (shm))"
 
 

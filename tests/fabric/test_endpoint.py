@@ -18,18 +18,18 @@ import pytest
 from proxyccl import ArgumentError, FabricOptions
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import PinnedMemory
-from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricContext, FabricEndpoint
 from proxyccl.proxy.fabric.library import FabricOffer, choose_offers, fabric_offers
 from proxyccl.proxy.placement import NOWHERE
 from proxyccl.proxy.registrations import RailRegistrations
 from proxyccl.proxy.remote_options import RemoteSetup
 from support.packages.fabric import environment
+from support.transports import needs_fabric
 
 pytestmark = [
     pytest.mark.host_only(reason="the provider reaches the CPU's memory"),
     pytest.mark.own_proxy(reason="opens endpoints itself"),
-    pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport"),
+    needs_fabric,
 ]
 
 SIGNAL_KEY = 1

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, Operation, Trigger
 from proxyccl.device.ffi_types import fill
-from proxyccl.proxy import _engine
+from proxyccl.proxy._engine import lib
 from proxyccl.proxy.observe.metrics import metrics_text
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.rates import Watch
@@ -27,7 +27,6 @@ from support.fakes.fabric import FakeFabricPeer
 from support.fakes.verbs import Loop, bytes_of_value
 from support.running import TIMEOUT
 
-lib = _engine.lib
 PUT, SIGNAL, FLUSH = Operation.DATA, Operation.SIGNAL, Operation.FLUSH
 GET = Operation.DATA | Operation.GET
 

@@ -15,15 +15,15 @@ from proxyccl.channels.collectives import team
 from proxyccl.channels.collectives.request import Request
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.host import HostRuntime
-from proxyccl.proxy import _engine
 from proxyccl.proxy.remote_options import FabricOptions
 from support.cases.reference import Call
 from support.packages.fabric import this_library
 from support.running import TIMEOUT, impatient, run_ranks
+from support.transports import needs_fabric
 
 pytestmark = [
     pytest.mark.host_only(reason="sets what a GPU's runtime says of itself"),
-    pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport"),
+    needs_fabric,
 ]
 
 LONGEST = 6 << 10  # kernels send at most this many bytes by default

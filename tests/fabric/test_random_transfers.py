@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from proxyccl import Communicator, FabricOptions
-from proxyccl.proxy import _engine
 from support.cases.random_transfers import run_random_transfers
 from support.ranks import Ranks
+from support.transports import needs_fabric
 
 pytestmark = [
     pytest.mark.host_only(reason="the provider reaches the CPU's memory"),
     pytest.mark.own_proxy(reason="chooses the library for this process"),
-    pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport"),
+    needs_fabric,
 ]
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from proxyccl.proxy import _engine
 from support.agents import PATHS
 from support.faults.agents import run, run_lives
 from support.packages.fabric import library_or_skip
+from support.transports import needs_fabric
 
 pytestmark = [pytest.mark.slow, pytest.mark.host_only(reason="agents move the host's memory, whatever the runtime")]
 
@@ -25,7 +25,7 @@ def test_agents_start_again_under_their_names(seed: int) -> None:
     assert run_lives(seed) == []
 
 
-@pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport")
+@needs_fabric
 def test_agents_come_and_go_by_libfabric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROXYCCL_LIBFABRIC", library_or_skip())
     monkeypatch.setenv("PROXYCCL_FABRIC", "provider=tcp,interface==lo")

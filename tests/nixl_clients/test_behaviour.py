@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import socket
+import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,7 +19,8 @@ import pytest
 from nixl._api import nixl_agent, nixl_agent_config
 
 from proxyccl.nixl import metadata_exchange
-from proxyccl.nixl.metadata_exchange import Request
+from proxyccl.nixl.metadata_exchange import Request, Sender
+from proxyccl.transfer import Agent
 from support.agents import child
 
 pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the runtime")
@@ -499,13 +501,13 @@ def test_input_that_makes_no_list(two: Two) -> None:
 
 
 def test_metadata_that_are_forgotten_while_they_are_checked(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = two.a.agent._agent.find_side
+    find = Agent.find_side
 
     def forgotten_first(*arguments: Any) -> object:
         two.a.remove_remote_agent("agent1")
         return find(*arguments)
 
-    monkeypatch.setattr(two.a.agent._agent, "find_side", forgotten_first)
+    monkeypatch.setattr(Agent, "find_side", forgotten_first)
     assert two.a.check_remote_metadata("agent1") is False
 
 
@@ -540,8 +542,8 @@ def test_a_list_whose_memory_was_deregistered_and_registered_anew(two: Two, side
 
 
 def test_handles_of_another_agent_are_not_valid(two: Two) -> None:
-    mine, theirs = two.transfer(), two.b.initialize_xfer("READ", two.descs(1), two.descs(0), "agent0")
-    assert mine._handle != theirs._handle
+    two.transfer()  # the agents number their handles alike
+    theirs = two.b.initialize_xfer("READ", two.descs(1), two.descs(0), "agent0")
     for call in (two.a.transfer, two.a.check_xfer_state):
         with invalid():
             call(theirs)
@@ -554,7 +556,7 @@ def test_a_late_request_of_a_former_agent_does_not_remove_the_later_one() -> Non
     listens, port = listening("listens")
     former, later = nixl_agent("other"), nixl_agent("other")
     listens.add_remote_agent(later.get_agent_metadata())
-    listens.agent.forgetSender(former.agent._agent.metadata((), place=False))
+    listens.agent.forgetSender(former.get_agent_metadata())
     assert listens.check_remote_metadata("other") is True
     later.invalidate_local_metadata("127.0.0.1", port)
     eventually(lambda: not listens.check_remote_metadata("other"))
@@ -596,9 +598,10 @@ def test_metadata_by_sockets() -> None:
 def test_requests_for_metadata_that_fail_end_no_thread(caplog: pytest.LogCaptureFixture) -> None:
     listens, port = listening("listens")
     other = nixl_agent("other")
-    other.send_local_metadata("node..cluster", port)  # IDNA can't encode this host name
-    other.agent._send("127.0.0.1", port, Request.INVALIDATE, b"\xff")
-    other.send_local_metadata("127.0.0.1", port)
+    sender = Sender(other.agent)
+    sender.send("node..cluster", port, Request.LOAD, b"")  # IDNA can't encode this host name
+    sender.send("127.0.0.1", port, Request.INVALIDATE, b"\xff")
+    sender.send("127.0.0.1", port, Request.LOAD, other.get_agent_metadata())
     eventually(lambda: bool(listens.check_remote_metadata("other")))
     failures = [record.levelname for record in caplog.records if record.levelno >= logging.WARNING]
     assert failures == ["ERROR", "WARNING"]
@@ -638,7 +641,7 @@ def test_an_exchange_of_metadata_is_bounded_as_a_whole(monkeypatch: pytest.Monke
     monkeypatch.setattr(metadata_exchange, "_SECONDS", 0.2)
     kept = listening("listens")
     with socket.create_connection(("127.0.0.1", kept[1])) as slow:
-        slow.sendall(metadata_exchange._HEAD.pack(metadata_exchange._FORMAT, Request.LOAD, 1 << 20))
+        slow.sendall(struct.pack("<4sBQ", b"PXM1", Request.LOAD, 1 << 20))
 
         def is_closed() -> bool:
             try:

@@ -43,17 +43,21 @@ def test_a_report_is_awaited_while_its_process_may_write_it(tmp_path: Path, monk
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         member = Member(host_name(), process.pid, start_of(process.pid), proc_view())
-        assert peers._Awaited("0123abcd", 1, member, time.monotonic() + 60).is_due()
-        assert not peers._Awaited("0123abcd", 1, member, time.monotonic() - 1).is_due(), "the time is over"
+
+        def is_due(rank: int, seconds: float = 60) -> bool:
+            return peers._Awaited("0123abcd", rank, member, time.monotonic() + seconds).is_due()
+
+        assert is_due(1)
+        assert not is_due(1, -1), "the time is over"
         process.send_signal(signal.SIGSTOP)
         wait_for(lambda: is_stopped(process.pid), "it is stopped")
-        assert not peers._Awaited("0123abcd", 1, member, time.monotonic() + 60).is_due(), "it is stopped"
+        assert not is_due(1), "it is stopped"
         process.send_signal(signal.SIGCONT)
         wait_for(lambda: not is_stopped(process.pid), "it goes on")
         files.write("0123abcd", "rank1", 1, "{}")
-        assert not peers._Awaited("0123abcd", 1, member, time.monotonic() + 60).is_due(), "it is written"
-        assert peers._Awaited("0123abcd", 10, member, time.monotonic() + 60).is_due()
+        assert not is_due(1), "it is written"
+        assert is_due(10)
     finally:
         process.kill()
         process.wait()
-    assert not peers._Awaited("0123abcd", 10, member, time.monotonic() + 60).is_due(), "it has ended"
+    assert not is_due(10), "it has ended"

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator, Operation, ResourceError, Trigger
-from proxyccl.proxy import _engine
+from proxyccl.proxy._engine import ffi, lib
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description, Publication
 from proxyccl.proxy.observe.reader import Observer
@@ -36,8 +36,6 @@ from support.observing import KERNELS, channels_of, command, look, output_of, wa
 from support.running import TIMEOUT, run_ranks
 
 pytestmark = pytest.mark.own_proxy(reason="looks in its own directory, and starts a daemon if it needs one")
-
-ffi, lib = _engine.ffi, _engine.lib
 
 
 @pytest.fixture(autouse=True)

@@ -80,10 +80,10 @@ def test_a_destination_reads_an_object_and_both_let_go_of_it(transports: tuple[A
     assert (meta.tensor_device, len(meta.tensor_meta)) == ("cpu", 5)
     assert same(destination.recv_multiple_tensors("one", meta, source.get_communicator_metadata(None, None)), tensors)
     gc.collect()
-    assert destination._agent.regions == []
-    assert len(source._agent.regions) == 5
+    assert destination.agent.regions == []
+    assert len(source.agent.regions) == 5
     source.garbage_collect("one", meta, tensors)
-    assert source._agent.regions == []
+    assert source.agent.regions == []
     source.garbage_collect("one", meta, tensors)  # Ray may call garbage_collect() twice
 
 
@@ -98,7 +98,7 @@ def test_all_fetches_of_a_call_are_begun_before_any_is_waited_for(
     for name, fetch in fetches.items():
         assert same(destination.wait_fetch_complete(fetch), objects[name])
         assert same(destination.wait_fetch_complete(fetch, 0), objects[name])
-    assert len(destination._agent.regions_of(source._agent.name)) <= 2 * 3
+    assert len(destination.agent.regions_of(source.agent.name)) <= 2 * 3
 
 
 def test_sources_that_end_are_forgotten(transports: tuple[Any, Any]) -> None:
@@ -107,12 +107,12 @@ def test_sources_that_end_are_forgotten(transports: tuple[Any, Any]) -> None:
     first, destination = transports
     second = ProxyCCLTransport()
     destination.recv_multiple_tensors("one", described(first, "one", [np.arange(10)]), None)
-    first._agent.close()
+    first.agent.close()
     deadline = time.monotonic() + TIMEOUT
-    while not destination._agent.lost(first._agent.name):
+    while not destination.agent.lost(first.agent.name):
         assert time.monotonic() < deadline
     destination.recv_multiple_tensors("two", described(second, "two", [np.arange(10)]), None)
-    assert destination._agent.peers == [second._agent.name]
+    assert destination.agent.peers == [second.agent.name]
 
 
 def test_of_many_sources_those_used_last_are_known(
@@ -126,7 +126,7 @@ def test_of_many_sources_those_used_last_are_known(
     for number, known in ((0, [0]), (1, [0, 1]), (0, [0, 1]), (2, [0, 2]), (1, [1, 2])):
         meta = described(sources[number], "one", [np.full(10, number)])
         assert same(destination.recv_multiple_tensors("one", meta, None), [np.full(10, number)])
-        assert set(destination._agent.peers) == {sources[each]._agent.name for each in known}
+        assert set(destination.agent.peers) == {sources[each].agent.name for each in known}
 
 
 def test_a_fetch_may_be_dropped_anywhere_and_is_ended_by_the_next_call(transports: tuple[Any, Any]) -> None:
@@ -134,11 +134,11 @@ def test_a_fetch_may_be_dropped_anywhere_and_is_ended_by_the_next_call(transport
     source, destination = transports
     meta = described(source, "one", [np.arange(1 << 19)])
     dropped = [destination.fetch_multiple_tensors("one", meta, None)]
-    with ThreadPoolExecutor(1) as threads, destination._agent._lock:
+    with ThreadPoolExecutor(1) as threads, destination.agent._lock:
         threads.submit(dropped.clear).result(TIMEOUT)
-    assert len(destination._agent.regions) == 1
+    assert len(destination.agent.regions) == 1
     destination.garbage_collect("another", meta, [])
-    assert destination._agent.regions == []
+    assert destination.agent.regions == []
 
 
 def test_a_fetch_that_has_ended_keeps_no_tensor(transports: tuple[Any, Any]) -> None:
@@ -153,11 +153,17 @@ def test_a_fetch_that_has_ended_keeps_no_tensor(transports: tuple[Any, Any]) -> 
 def test_an_abort_while_a_fetch_begins_cancels_it(transports: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     source, destination = transports
     meta = described(source, "one", [np.arange(1 << 19)])
+    prepare = destination.agent.prepare
+
+    def abort_and_prepare(*arguments: Any) -> Any:
+        destination.abort_transport("one", None)
+        return prepare(*arguments)
+
     with monkeypatch.context() as beginning:
-        beginning.setattr("proxyccl.ray.transport._synchronize", lambda _: destination.abort_transport("one", None))
+        beginning.setattr(destination.agent, "prepare", abort_and_prepare)
         with pytest.raises(CanceledError):
             destination.fetch_multiple_tensors("one", meta, None)
-    assert destination._agent.regions == []
+    assert destination.agent.regions == []
     assert same(destination.recv_multiple_tensors("one", meta, None), [np.arange(1 << 19)])
 
 
@@ -174,7 +180,7 @@ def test_a_fetch_that_fails_to_begin_leaves_nothing(
         failing.setattr("proxyccl.channels.transfers.transfer.Transfer.start", fail)
         with pytest.raises(MemoryError):
             destination.fetch_multiple_tensors("one", meta, None)
-    assert destination._agent.regions == []
+    assert destination.agent.regions == []
     assert same(destination.recv_multiple_tensors("one", meta, None), [np.arange(1 << 19)])
 
 
@@ -189,7 +195,7 @@ def test_it_reads_into_buffers(transports: tuple[Any, Any]) -> None:
         destination.recv_multiple_tensors("one", meta, None, [np.zeros(10, int), np.zeros(5)])
     with pytest.raises(ValueError, match="not contiguous"):
         destination.recv_multiple_tensors("one", meta, None, [np.zeros(20, int)[::2], np.zeros(4)])
-    assert destination._agent.regions == []
+    assert destination.agent.regions == []
 
 
 def test_an_object_may_have_no_tensors(transports: tuple[Any, Any]) -> None:
@@ -210,7 +216,7 @@ def test_tensors_that_are_not_contiguous_are_refused(transports: tuple[Any, Any]
     source, _ = transports
     with pytest.raises(ValueError, match="not contiguous"):
         source.extract_tensor_transport_metadata("one", [np.zeros((4, 4))[:, :2]])
-    assert source._agent.regions == []
+    assert source.agent.regions == []
 
 
 def test_a_transfer_that_is_aborted_before_it_begins_is_canceled(transports: tuple[Any, Any]) -> None:
@@ -270,7 +276,7 @@ def test_a_source_that_is_lost_or_stopped(process: subprocess.Popen[bytes], tran
         destination.recv_multiple_tensors("one", meta, None)
     del fetch
     gc.collect()
-    assert destination._agent.regions == []
+    assert destination.agent.regions == []
 
 
 def test_memory_that_the_source_has_let_go_of_is_refused(

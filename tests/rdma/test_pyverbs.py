@@ -634,7 +634,7 @@ def test_info_shows_whether_each_chosen_adapter_reaches_memory(monkeypatch: pyte
     monkeypatch.setattr(info, "missing", lambda root: "")
     monkeypatch.setattr(info, "rdma_devices", lambda *_: [roce_device(f"rxe{i}") for i in range(3)])
     monkeypatch.setenv("PROXYCCL_RDMA", "devices=rxe1,rxe2")
-    found = [finding.detail for finding in info._rdma() if finding.name == "memory"]
+    found = [finding.detail for finding in info.findings()["RDMA"] if finding.name == "memory"]
     assert [text.partition(" ")[0] for text in found] == ["rxe1", "rxe2"], found
 
 
@@ -704,7 +704,7 @@ def test_both_devices_limit_the_reads(own: int, peer: int, used: int, opened: Op
     assert EndpointAddress.decode(endpoint.address).reads == device.reads == min(own, 16)
     assert bool(device.access & 4) == bool(own), "peers may read memory"
     endpoint.connect(structs.replace(ROCE, reads=peer).encode())
-    attributes = endpoint._qp.attributes
+    attributes = pyverbs_stand_in.latest("QP").attributes
     assert (attributes.max_dest_rd_atomic, attributes.max_rd_atomic) == (min(own, 16), used)
 
 
@@ -713,7 +713,7 @@ def test_the_smaller_mtu_of_both_ends_is_used(own: int | None, peer: int, used: 
     endpoint = opened(mtu=own, traffic_class=104, service_level=3, timeout=18, retry_count=5).endpoint()
     assert EndpointAddress.decode(endpoint.address).mtu == (own or 2048)
     endpoint.connect(structs.replace(ROCE, mtu=peer).encode())
-    attributes = endpoint._qp.attributes
+    attributes = pyverbs_stand_in.latest("QP").attributes
     assert (endpoint.mtu, 128 << attributes.path_mtu) == (used, used)
     assert (attributes.dest_qp_num, attributes.rq_psn) == (17, 5)
     assert (attributes.timeout, attributes.retry_cnt, attributes.rnr_retry) == (18, 5, 7)
@@ -750,12 +750,12 @@ def test_an_address_that_is_not_known_yet_is_tried_again(opened: Open, monkeypat
             raise device.api.PyverbsError("Failed to modify QP state to RTR", errno.ETIMEDOUT)
 
     endpoint = device.endpoint()
-    monkeypatch.setattr(endpoint._qp, "to_rts", not_yet)
+    monkeypatch.setattr(pyverbs_stand_in.latest("QP"), "to_rts", not_yet)
     endpoint.connect(ROCE.encode())
     assert len(tries) == 3
     tries.clear()
     late = device.endpoint()
-    monkeypatch.setattr(late._qp, "to_rts", not_yet)
+    monkeypatch.setattr(pyverbs_stand_in.latest("QP"), "to_rts", not_yet)
     with pytest.raises(
         TransportError, match=r"ibv_modify_qp of rxe0 to queue pair 17 at 10.9.0.2 .*: Connection timed out"
     ):
@@ -772,12 +772,13 @@ def test_a_queue_pair_that_is_none_is_not_handed_to_the_engine(opened: Open) -> 
 
 def test_both_ends_connect_again_with_other_packet_numbers(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """The port was down in between, and its GID has another index now."""
-    endpoint, other = opened().endpoint(), opened().endpoint()
+    device = opened()
+    endpoint, qp, cq = device.endpoint(), pyverbs_stand_in.latest("QP"), pyverbs_stand_in.latest("CQ")
+    other, other_qp = opened().endpoint(), pyverbs_stand_in.latest("QP")
     with pytest.raises(ArgumentError, match="endpoint: is not connected; call connect first"):
         endpoint.reconnect(1)
     endpoint.connect(other.address)
     other.connect(endpoint.address)
-    qp, cq = endpoint._qp, endpoint._cq
     at_first = qp.attributes.sq_psn
     now = roce_device("rxe0", state="down")
     monkeypatch.setattr("proxyccl.proxy.verbs.endpoint.rdma_devices", lambda: [now])
@@ -791,13 +792,13 @@ def test_both_ends_connect_again_with_other_packet_numbers(opened: Open, monkeyp
     for failure in (1, 2, 3):
         assert endpoint.reconnect(failure)
         assert other.reconnect(failure)
-        assert other._qp.attributes.rq_psn == qp.attributes.sq_psn
+        assert other_qp.attributes.rq_psn == qp.attributes.sq_psn
         numbers.add(qp.attributes.sq_psn)
     assert len(numbers) == 4
     assert (cq.left, qp.states, qp.attributes.ah_attr.gr.sgid_index) == (0, (6, 0, 0, 0), 5)
 
     def refused(*_: Any) -> None:
-        raise endpoint._api.PyverbsError("Failed to modify QP state to RTR", errno.ETIMEDOUT)
+        raise device.api.PyverbsError("Failed to modify QP state to RTR", errno.ETIMEDOUT)
 
     monkeypatch.setattr(qp, "to_rtr", refused)
     assert not endpoint.reconnect(4)

@@ -34,7 +34,7 @@ from proxyccl import (
 )
 from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device._native import lib as native
-from proxyccl.proxy import _engine
+from proxyccl.proxy._engine import ffi, lib
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.metrics import metrics_text
 from proxyccl.proxy.observe.publications import Description
@@ -66,7 +66,6 @@ pytestmark = [
     pytest.mark.own_proxy(reason="its own services"),
 ]
 
-ffi, lib = _engine.ffi, _engine.lib
 PUT, SIGNAL, FLUSH = Operation.DATA, Operation.SIGNAL, Operation.FLUSH
 GET = Operation.DATA | Operation.GET
 BUILT = bool(lib.proxyccl_verbs_built())

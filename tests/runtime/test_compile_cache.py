@@ -73,7 +73,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("PROXYCCL_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compile_cache, "_unsaved", {})
-    monkeypatch.setattr(compile_cache, "_without", set())
     return tmp_path / "proxyccl"
 
 

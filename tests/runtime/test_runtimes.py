@@ -2,56 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+import ctypes
+import os
+import sys
+from importlib.util import module_from_spec
 from types import SimpleNamespace
 
 import pytest
 
 from proxyccl.device import runtimes
 from proxyccl.device.errors import RuntimeUnavailableError
-from proxyccl.device.runtimes import find_runtime
 
-INSTALLED = "libc.so.6"
+VENDORS = {"cuda": "CudaDriver", "hip": "HipDriver"}
 
 
-@pytest.fixture
-def drivers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Yields a dictionary that a test fills: {runtime whose packages are installed: number of its devices}."""
-    found: dict[str, int] = {}
+def found(monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], devices: dict[str, int]) -> str:
+    """Returns what `find_runtime` finds, in a new copy of its module, if the kernel drivers of these vendors are
+    installed, and `devices` is {runtime whose packages are installed: number of its devices}.
+    """
 
     def driver(name: str) -> SimpleNamespace:
-        if name not in found:
+        if name not in devices:
             raise RuntimeUnavailableError(f"{name}: its Python packages are missing")
-        return SimpleNamespace(device_count=lambda: found[name])
+        return SimpleNamespace(device_count=lambda: devices[name])
 
-    monkeypatch.setattr(runtimes, "_driver", driver)
-    runtimes._first_with_a_device.cache_clear()
-    yield found
-    runtimes._first_with_a_device.cache_clear()
+    def load(name: str) -> object:
+        if "cuda" not in installed:
+            raise OSError(f"{name} is not installed")
+        return object()
+
+    for name, kind in VENDORS.items():
+        module = SimpleNamespace(**{kind: lambda name=name: driver(name)})
+        monkeypatch.setitem(sys.modules, f"proxyccl.device.gpu.{name}", module)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(os.path, "exists", lambda path: "hip" in installed)
+    spec = runtimes.__spec__
+    assert spec is not None
+    assert spec.loader is not None
+    copy = module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return str(copy.find_runtime())
 
 
 @pytest.mark.parametrize(
     ("devices", "expected"),
-    [({}, "host"), ({"cuda": 0}, "host"), ({"cuda": 2}, "cuda"), ({"cuda": 0, "hip": 1}, "hip"), ({"hip": 1}, "hip")],
+    [
+        ({}, "host"),
+        ({"cuda": 0}, "host"),
+        ({"cuda": 2, "hip": 1}, "cuda"),
+        ({"cuda": 0, "hip": 1}, "hip"),
+        ({"hip": 1}, "hip"),
+    ],
 )
 def test_the_first_vendor_with_a_device_gives_the_default(
-    drivers: dict[str, int],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    devices: dict[str, int],
-    expected: str,
+    monkeypatch: pytest.MonkeyPatch, devices: dict[str, int], expected: str
 ) -> None:
-    drivers.update(devices)
-    monkeypatch.setattr(runtimes, "_NVIDIA_DRIVER", INSTALLED)
-    monkeypatch.setattr(runtimes, "_AMD_NODES", (str(tmp_path),))
-    assert find_runtime() == expected
+    assert found(monkeypatch, ("cuda", "hip"), devices) == expected
 
 
-def test_packages_of_a_vendor_without_a_driver_are_not_imported(
-    drivers: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    drivers.update(cuda=1, hip=1)
-    monkeypatch.setattr(runtimes, "_NVIDIA_DRIVER", "libcuda-of-the-test.so.1")
-    monkeypatch.setattr(runtimes, "_AMD_NODES", (str(tmp_path / "kfd"),))
-    assert find_runtime() == "host"
+def test_packages_of_a_vendor_without_a_driver_are_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(monkeypatch, (), {"cuda": 1, "hip": 1}) == "host"

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from proxyccl.channels.transfers.device_memory import Share
-from proxyccl.channels.transfers.metadata import METADATA, Metadata
+from proxyccl.channels.transfers.metadata import METADATA
 from proxyccl.channels.transfers.regions import Region, columns_of
 from proxyccl.transfer import Agent
 
@@ -203,7 +204,21 @@ def serve_memory(connection: socket.socket, nbytes: int = 4 << 20, value: int = 
     os._exit(0)  # skips clean-up, because an agent whose memory is freed first would report a bad address
 
 
-def metadata_of(agent: Agent, region: Region, number: int, *shares: Share) -> bytes:
-    """Returns metadata without addresses, in which an agent has registered one region, with this number."""
+def metadata_of(agent: Agent, region: Region, *shares: Share, former: int = 0) -> tuple[bytes, int]:
+    """Begins a registration of one region by an agent, after it has ended its registration with the number `former`.
+    Returns metadata that describe only this registration, and its number.
+    """
+    ledger = agent._ledger
+    if former:
+        ledger.end([former])
+    (number,) = ledger.begin(1)
+    known = METADATA.decode(agent.metadata(()), "an agent")
     rows = columns_of([region], [number]).tobytes()
-    return METADATA.encode(Metadata("proxyccl-agent-3", agent.name, agent._token, None, rows, [], list(shares), []))
+    return METADATA.encode(structs.replace(known, place=None, rows=rows, labels=[], shares=list(shares))), number
+
+
+def add_changed(pair: Any, **fields: Any) -> None:
+    """Makes agent `a` of a pair add the metadata of `b` anew, with other values of some fields."""
+    known = METADATA.decode(pair.b.metadata(), "an agent")
+    pair.a.remove("b")
+    pair.a.add(METADATA.encode(structs.replace(known, **fields)))

@@ -12,12 +12,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from proxyccl.channels.joining import proxy_place
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
 from proxyccl.proxy.processes import stat_of
 from support.forked import ForkedProcess
 from support.paths import PROGRAMS
 from support.processes import started
+
+if TYPE_CHECKING:  # programs of ranks import this module
+    import pytest
 
 _START_SECONDS = 180.0
 _END_SECONDS = 60.0
@@ -132,3 +137,8 @@ def daemon_inside(path: Path) -> Iterator[Daemon]:
         finally:
             running.stop()
             serving.join()
+
+
+def forget_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes this process forget its job's daemon during a test, so that the test starts a new one."""
+    monkeypatch.setattr(proxy_place, "_known_name", "")

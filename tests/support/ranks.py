@@ -46,7 +46,7 @@ class Ranks:
         require_devices(world_size)
         self.world_size = world_size
         self._make_runtime = make_runtime or (lambda _: None)
-        self._options_of = options_of or (lambda _: {})
+        self.options_of = options_of or (lambda _: {})
         self._options = {"timeout": TIMEOUT, **options}
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"rank-{rank}") for rank in range(world_size)]
         self._communicators: list[Communicator] = []
@@ -70,7 +70,7 @@ class Ranks:
         bootstraps = ThreadBootstrap.create(self.world_size)
         self._communicators = self._everywhere(
             lambda rank: Communicator(
-                bootstraps[rank], self._make_runtime(rank), **self._options, **self._options_of(rank)
+                bootstraps[rank], self._make_runtime(rank), **self._options, **self.options_of(rank)
             )
         )
 

@@ -65,7 +65,7 @@ def machine_of(ranks: int, cpu: str) -> tuned.Machine:
 
 def test_info_shows_the_measured_tables_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROXYCCL_CACHE", str(tmp_path))
-    (none,) = info._tuning()
+    (none,) = info.findings()["Tuning"]
     assert not none.available
     assert f"no tables in {tmp_path / 'tuning'}" in none.detail
     assert "proxyccl tune" in none.advice
@@ -73,7 +73,7 @@ def test_info_shows_the_measured_tables_of_this_machine(tmp_path: Path, monkeypa
     selector = Selector.for_ranks(4, "cuda").with_table("all_gather", SizeTable(((1 << 20, "kernels"),), "proxy"))
     path = tuned.save(machine_of(4, cpu_name()), selector)
     tuned.save(machine_of(4, "another CPU"), selector)
-    of_machine, *rows = info._tuning()
+    of_machine, *rows = info.findings()["Tuning"]
     assert str(path) in of_machine.detail
     assert "cuda runtime, 4 ranks on H200, links 3 mapped, proxy process" in of_machine.detail
     assert len(rows) == len(CASES)
@@ -82,7 +82,7 @@ def test_info_shows_the_measured_tables_of_this_machine(tmp_path: Path, monkeypa
     assert "broadcast of all types, other arrays: kernels" in details
 
     path.write_text("{}")
-    (broken,) = info._tuning()
+    (broken,) = info.findings()["Tuning"]
     assert not broken.available
     assert f"ignored: invalid tuning file from {path}" in broken.detail
 
@@ -128,11 +128,11 @@ def test_info_lists_rdma_devices_and_one_line_of_what_is_missing(tmp_path: Path)
     (port / "link_layer").write_text("Ethernet\n")
     (port / "rate").write_text("2.5 Gb/sec (1X SDR)\n")
     (devices / "down0/ports/1").mkdir(parents=True)
-    found = {finding.name: finding for finding in info._rdma(tmp_path)}
+    found = {finding.name: finding for finding in info.findings(tmp_path)["RDMA"]}
     assert found["rxe0"].available
     assert found["rxe0"].detail == "port 1 active, ethernet, 2.5 Gbit/s, no GID"
     assert not found["down0"].available
-    missing = [finding for finding in info._rdma(tmp_path / "nowhere") if not finding.available]
+    missing = [finding for finding in info.findings(tmp_path / "nowhere")["RDMA"] if not finding.available]
     assert [finding.name for finding in missing] == ["missing"]
     assert f"no RDMA device in {tmp_path / 'nowhere/class/infiniband'}" in missing[0].detail
     assert "rdma_rxe" in missing[0].advice
@@ -140,7 +140,7 @@ def test_info_lists_rdma_devices_and_one_line_of_what_is_missing(tmp_path: Path)
 
 def test_info_says_what_to_install_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    (finding,) = info._compiler()
+    (finding,) = (each for each in info.findings()["Kernels"] if each.name == "compiler")
     assert not finding.available
     assert "apt install g++" in finding.advice
 
@@ -148,7 +148,7 @@ def test_info_says_what_to_install_where_there_is_no_compiler(monkeypatch: pytes
 def test_info_lists_the_variables_that_are_set_and_misspelt_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROXYCCL_TIMEOUT", "7")
     monkeypatch.setenv("PROXYCCL_TRANSPROT", "copy")
-    found = {finding.name: finding for finding in info._environment()}
+    found = {finding.name: finding for finding in info.findings()["Environment"]}
     assert (found["PROXYCCL_TIMEOUT"].available, found["PROXYCCL_TIMEOUT"].detail) == (True, "7")
     assert not found["PROXYCCL_TRANSPROT"].available
     assert found["PROXYCCL_TRANSPROT"].detail.endswith("; did you mean PROXYCCL_TRANSPORT?")
@@ -157,7 +157,7 @@ def test_info_lists_the_variables_that_are_set_and_misspelt_ones(monkeypatch: py
 def test_info_names_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PROXYCCL_CACHE", str(tmp_path / "file" / "cache"))
-    (finding,) = info._cache()
+    (finding,) = (each for each in info.findings()["Kernels"] if each.name == "cache")
     assert not finding.available
     assert "PROXYCCL_CACHE" in finding.advice
 

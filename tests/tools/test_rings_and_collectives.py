@@ -110,10 +110,10 @@ def test_a_wrong_result_is_counted() -> None:
         runtime = HostRuntime()
 
     options = Namespace(collective="all_reduce", dtype="float32", op="sum")
-    case = importlib.import_module("collectives")._Case(OneRank(), None, options, 400, seed=1)
-    case._output[:] = case._expected
+    case = importlib.import_module("collectives").Case(OneRank(), None, options, 400, seed=1)
+    case.output[:] = case.expected
     assert case.wrong() == 0
-    case._output[7] += 1
+    case.output[7] += 1
     assert case.wrong() == 1
     case.poison()
     assert case.wrong() == case.count

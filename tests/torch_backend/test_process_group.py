@@ -496,7 +496,7 @@ def test_recv_from_any_source_is_refused() -> None:
 def test_a_group_can_be_split() -> None:
     def body(group: Any) -> None:
         rank = group.rank()
-        part = group.split(group._store, [2, 0], None)
+        part = group.split(group.get_group_store(), [2, 0], None)
         if rank == 1:
             assert part is None
             return
@@ -537,7 +537,7 @@ def test_groups_that_were_shut_down_let_go_of_their_store() -> None:
 
     def body(group: Any) -> None:
         assert all_reduced(group, torch.ones(1)).item() == 2
-        part = group.split(group._store, [0, 1], None)
+        part = group.split(group.get_group_store(), [0, 1], None)
         assert all_reduced(part, torch.ones(1)).item() == 2
         (group.send if group.rank() else group.recv)([torch.ones(1)], 1 - group.rank()).wait()
         part.shutdown()
@@ -793,13 +793,13 @@ def test_the_watchdog_goes_on_after_an_error_of_one_group(
 def test_a_group_shares_with_the_one_that_it_is_a_part_of() -> None:
     def body(group: Any) -> None:
         all_reduced(group, torch.ones(1))
-        part = group.split(group._store, [1, 0], None)
+        part = group.split(group.get_group_store(), [1, 0], None)
         if part is None:
             return
         assert all_reduced(part, torch.ones(1)).item() == 2
         whole, comm = group.endpoints.made[0], part.endpoints.made[0]
         assert comm.runtime is whole.runtime
-        again = part.split(part._store, [0, 1], None)
+        again = part.split(part.get_group_store(), [0, 1], None)
         part.shutdown()
         # `again` was split from the whole group, so it works after `part` is shut down.
         assert all_reduced(again, torch.ones(1)).item() == 2

@@ -20,8 +20,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from proxyccl.device.gpu.stream_order import StreamOrder  # noqa: E402
-from proxyccl.torch import executor  # noqa: E402
-from proxyccl.torch.endpoints import Endpoints  # noqa: E402
+from proxyccl.torch import endpoints, executor  # noqa: E402
+from proxyccl.torch.store_bootstrap import StoreBootstrap  # noqa: E402
 from support.fakes import torch_on_hip  # noqa: E402
 from support.torch_groups import TIMEOUT, run  # noqa: E402
 
@@ -205,7 +205,7 @@ def test_a_ring_of_a_new_group(on: Ranks, met: bool) -> None:
             x = on.tensor(rank, 1.0)
             group.allreduce([x]).wait()
             assert on.holds(x, 4)
-        part = group.split(group._store, order, None)
+        part = group.split(group.get_group_store(), order, None)
         if part is None:
             return
         place, out = part.rank(), on.tensor(rank, -1.0, LONG)
@@ -248,7 +248,7 @@ def test_groups_of_the_same_ranks_are_first_used_in_any_order(on: Ranks, met: bo
         rank = group.rank()
         if met:
             group.allreduce([on.tensor(rank, 1.0)]).wait()
-        parts = [group.split(group._store, [0, 1], None) for _ in range(3)]
+        parts = [group.split(group.get_group_store(), [0, 1], None) for _ in range(3)]
         sums = [on.tensor(rank, 10.0 + number) for number in range(3)]
         outs = [on.tensor(rank, -1.0) for _ in range(3)]
         calls: list[Callable[[], Any]] = []
@@ -384,13 +384,13 @@ def test_a_peer_that_does_not_come_is_named(
     """Two transfers, in opposite directions, wait for the same missing peer. Both errors name the peer. Neither the
     peer nor the waiting rank is the group's first.
     """
-    others, meetings, connect = threading.Event(), [], Endpoints._connect
+    others, meetings = threading.Event(), []
 
-    def counted(self: Endpoints, *arguments: Any) -> Any:
+    def counted(*arguments: Any) -> StoreBootstrap:
         meetings.append(arguments)
-        return connect(self, *arguments)
+        return StoreBootstrap(*arguments)
 
-    monkeypatch.setattr(Endpoints, "_connect", counted)
+    monkeypatch.setattr(endpoints, "StoreBootstrap", counted)
 
     def body(group: Any) -> None:
         if group.rank() != 1:

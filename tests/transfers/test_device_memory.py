@@ -339,14 +339,12 @@ def test_memory_at_an_address_where_other_memory_was(pair: OnDevices) -> None:
     here, at = pair.host_regions[0].address, 1 << 40
     number = 0
     for value, nbytes in ((1, NBYTES), (2, NBYTES), (3, NBYTES // 2)):
-        if number:
-            pair.b._ledger.end([number])
-        (number,) = pair.b._ledger.begin(1)
         array = array_of(1)
         array.fill(value)
         exported = pair.b._devices.share(Region(array.ptr, nbytes, array.runtime.device, VRAM), array.runtime)
         share = structs.replace(exported, region=structs.replace(exported.region, address=at))
-        pair.a.add(metadata_of(pair.b, share.region, number, share))
+        metadata, number = metadata_of(pair.b, share.region, share, former=number)
+        pair.a.add(metadata)
         pair.a.read("b", [(here, at, nbytes)]).wait()
         assert (pair.hosts[0][:nbytes] == value).all()
     with pytest.raises(NotRegisteredError):

@@ -18,7 +18,7 @@ import pytest
 
 from proxyccl.channels.transfers.regions import Region
 from proxyccl.device.errors import ClosedError, ResourceError
-from proxyccl.proxy import _engine
+from proxyccl.proxy.fabric.endpoint import FabricEndpoint
 from proxyccl.transfer import (
     ActiveError,
     Agent,
@@ -30,14 +30,15 @@ from proxyccl.transfer import (
     TransferTimeoutError,
     strided,
 )
-from support.agents import child, serve_memory
+from support.agents import add_changed, child, serve_memory
 from support.packages.fabric import library_or_skip, this_library
+from support.transports import needs_fabric
 
 NBYTES = 4 << 20
 
 pytestmark = [
     pytest.mark.host_only("agents move the host's memory, whatever the runtime"),
-    pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport"),
+    needs_fabric,
     pytest.mark.filterwarnings("ignore:agent .* through a socket:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
@@ -113,16 +114,15 @@ def test_regions_that_follow_each_other_keep_their_keys(agents: OnFabric) -> Non
 
 
 def test_regions_are_registered_all_or_none(agents: OnFabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    endpoint = agents.b._fabric.endpoint  # type: ignore[union-attr]
     halves = [Region(agents.far.address + start, NBYTES // 2) for start in (0, NBYTES // 2)]
-    register = endpoint.register
+    register = FabricEndpoint.register
 
-    def refuse_the_second(address: int, nbytes: int) -> Any:
+    def refuse_the_second(endpoint: FabricEndpoint, address: int, nbytes: int, *rest: Any) -> Any:
         if address == halves[1].address:
             raise ResourceError("the test refuses")
-        return register(address, nbytes)
+        return register(endpoint, address, nbytes, *rest)
 
-    monkeypatch.setattr(endpoint, "register", refuse_the_second)
+    monkeypatch.setattr(FabricEndpoint, "register", refuse_the_second)
     with pytest.raises(ResourceError, match="the test refuses"):
         agents.b.register_regions(halves)
     assert agents.b.regions == [agents.far]
@@ -137,7 +137,7 @@ def test_a_peer_without_libfabric_is_reached_by_tcp() -> None:
 
 def test_memory_that_is_not_registered_there_goes_by_the_socket(agents: OnFabric) -> None:
     """If the peer's metadata have no libfabric key for some memory, the transfer uses a socket."""
-    agents.a._peers["b"].keys.add((), [agents.far])
+    add_changed(agents, keys=[])
     with pytest.warns(
         RuntimeWarning, match="through a socket: some of the peer's memory is not registered with libfabric"
     ):

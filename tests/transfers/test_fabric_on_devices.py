@@ -22,8 +22,7 @@ from proxyccl.channels.transfers import fabric, paths
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import RuntimeUnavailableError
-from proxyccl.device.runtime import Runtime
-from proxyccl.proxy import _engine
+from proxyccl.proxy.fabric.endpoint import FabricEndpoint
 from proxyccl.transfer import (
     ActiveError,
     Agent,
@@ -37,6 +36,7 @@ from proxyccl.transfer import (
 from support.devices import ON_HOST, rank_runtime
 from support.packages.fabric import environment, library_or_skip, this_library
 from support.paths import PROGRAMS, TESTS
+from support.transports import needs_fabric
 
 NBYTES = 3 << 20
 KINDS = [("device", "device"), ("device", "host"), ("host", "device")]
@@ -46,7 +46,7 @@ STAGED = {
     ("host", "device"): "fabric (tcp;ofi_rxm) and copy engine, staged",
 }
 
-pytestmark = pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport")
+pytestmark = needs_fabric
 
 
 @pytest.fixture(scope="module")
@@ -117,14 +117,12 @@ def test_blocks_arrive_where_they_belong(two: TwoHosts, operation: str, kinds: t
 @pytest.fixture
 def unreached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes registration of the host runtime's device memory fail, as if adapters could not access it."""
-    register = fabric.AgentFabric._register
 
-    def refuse(self: fabric.AgentFabric, region: fabric.Region, runtime: Runtime | None) -> object:
-        if runtime is not None and ON_HOST:
-            raise RuntimeUnavailableError("tcp does not reach memory of these GPUs")
-        return register(self, region, runtime)
+    def refuse(*_: object) -> None:
+        raise RuntimeUnavailableError("tcp does not reach memory of these GPUs")
 
-    monkeypatch.setattr(fabric.AgentFabric, "_register", refuse)
+    if ON_HOST:
+        monkeypatch.setattr(FabricEndpoint, "register_of", refuse)
 
 
 @pytest.mark.usefixtures("unreached")

@@ -20,7 +20,7 @@ from proxyccl.channels.transfers import published
 from proxyccl.channels.transfers.published import agents_text, find_agents
 from proxyccl.channels.transfers.tracing import AgentTracer
 from proxyccl.device.process.user_directories import runtime_directory
-from proxyccl.tools.info import _agents, show
+from proxyccl.tools.info import findings, show
 from proxyccl.tools.trace import write_trace
 from proxyccl.transfer import Agent
 from support.agents import Pair, child, force_path
@@ -42,7 +42,7 @@ def test_each_links_path_is_named(pair: Pair, caplog: pytest.LogCaptureFixture) 
         pair.a.connect("b")
     assert "agent a reaches agent b by tcp" in caplog.messages
     assert seen("a") == ["b by tcp"]
-    assert any(found.name == "a" and "reaches b by tcp" in found.detail for found in _agents())
+    assert any(found.name == "a" and "reaches b by tcp" in found.detail for found in findings()["Agents"])
     assert "agent a: reaches b by tcp" in agents_text()
     pair.a.remove("b")
     assert seen("a") == ["no peer so far"]
@@ -56,7 +56,7 @@ def test_names_of_other_programs_stay_on_their_lines() -> None:
         b.add(a.metadata())
         b.connect(name)
         out = io.StringIO()
-        show({"Agents": [found for found in _agents() if f"process {os.getpid()}" in found.detail]}, out)
+        show({"Agents": [found for found in findings()["Agents"] if f"process {os.getpid()}" in found.detail]}, out)
         lines = [*out.getvalue().splitlines(), *agents_text().splitlines()]
     assert all(line.isprintable() for line in lines)
     assert not any(line.lstrip(" +").startswith("agent fake") for line in lines)

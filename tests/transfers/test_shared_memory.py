@@ -153,10 +153,8 @@ def test_memory_at_an_address_where_other_memory_was() -> None:
             found = find_range(memory.ctypes.data, nbytes)
             assert found is not None
             share = host_memory.share_of(Region(at, nbytes), found)
-            if number:
-                b._ledger.end([number])
-            (number,) = b._ledger.begin(1)
-            a.add(metadata_of(b, share.region, number, share))
+            metadata, number = metadata_of(b, share.region, share, former=number)
+            a.add(metadata)
             transfers.append(a.read("b", [(here, at, nbytes)]))
             transfers[-1].wait()
             assert (ours[:nbytes] == value).all()
@@ -165,13 +163,10 @@ def test_memory_at_an_address_where_other_memory_was() -> None:
             with pytest.raises(NotRegisteredError):
                 transfer.start().wait()
         assert not ours.any()
-        a.add(
-            metadata_of(b, Region(at + 500, 0), *b._ledger.begin(1))
-        )  # an empty region inside another region does not affect transfers of the outer region
+        # An empty region inside another region does not affect transfers of the outer region.
+        a.add(metadata_of(b, Region(at + 500, 0))[0])
         assert a.prepare("read", "b", [(here, at, 1000)]).path.name == "shared_memory"
-        a.add(
-            metadata_of(b, Region(at, 500), *b._ledger.begin(1))
-        )  # the new region is not memory that ProxyCCL allocated
+        a.add(metadata_of(b, Region(at, 500))[0])  # the new region is not memory that ProxyCCL allocated
         assert a.prepare("read", "b", [(here, at, 500)]).path.name == "process_vm"
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from proxyccl.channels.weights.tiles import Tiles
 from proxyccl.device.errors import ArgumentError
 from proxyccl.transfer import Agent, TransferError
 from proxyccl.weights import Shard, Sharding, WeightSource, WeightTarget
@@ -250,17 +251,15 @@ def test_an_error_names_the_tensors_that_are_incomplete(new_agent: NewAgent, mon
         source.add(name, whole)
         target.add(name, got[name])
     target.connect([source.card()])
-    casts = target._connected.groups[0].casts  # type: ignore[union-attr]
-    assert casts is not None
-    launch = casts._tiles.launch
+    launch = Tiles.launch
 
-    def lose(index: int, *rest: Any) -> None:
-        launch(index, *rest)
+    def lose(tiles: Tiles, *arguments: Any) -> None:
+        launch(tiles, *arguments)
         agent.close()
         wait_for(lambda: reader.lost("a"), "the reader notices the loss")
 
     with source.offered(1):
-        monkeypatch.setattr(casts._tiles, "launch", lose)
+        monkeypatch.setattr(Tiles, "launch", lose)
         with pytest.raises(TransferError) as caught:
             target.receive()
     assert caught.value.__notes__ == ["incomplete tensors: u, v"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -16,13 +17,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from proxyccl.channels.weights.card import MESSAGE, HasRead, Leave
+from proxyccl.channels.weights.card import CARD, MESSAGE, HasRead, Join, Leave
 from proxyccl.device.errors import ArgumentError
 from proxyccl.transfer import (
     Agent,
     DisconnectedError,
     MetadataError,
     NotStartedError,
+    Transfer,
     TransferError,
     TransferTimeoutError,
 )
@@ -32,6 +34,8 @@ from support.agents import child
 pytestmark = [pytest.mark.host_only("the host's memory moves alike on every runtime")]
 
 ROWS, COLUMNS = 12, 8
+WORDS_BYTES = 16
+"""The size of a holder's version and number, which is less than any part of these tests."""
 
 
 def matrix(version: int, name: str = "w") -> NDArray[np.float32]:
@@ -95,6 +99,48 @@ def connect(trainer: Trainer, samplers: Sequence[Sampler | Staged]) -> None:
     cards = [sampler.target.card() for sampler in samplers]
     for number, sampler in enumerate(samplers):
         sampler.target.connect(trainer.cards, peers=cards[:number] + cards[number + 1 :])
+
+
+def ignore(_: str) -> None:
+    """Does nothing."""
+
+
+def watch_reads(
+    sampler: Sampler | Staged,
+    *,
+    before: Callable[[str], object] = ignore,
+    after: Callable[[str], object] = ignore,
+    looked: Callable[[str], object] = ignore,
+) -> None:
+    """Calls `before(peer)` before, and `after(peer)` after each read of weights from a peer by a sampler that connects
+    after this call, and `looked(peer)` after each read of the peer's version.
+    """
+    prepare, wait = sampler.agent.prepare, sampler.agent.wait
+
+    def prepared(operation: str, peer: str, blocks: Any) -> Transfer:
+        transfer = prepare(operation, peer, blocks)
+        start = transfer.start
+
+        def started(**options: Any) -> Transfer:
+            before(peer)
+            return start(**options)
+
+        if transfer.nbytes > WORDS_BYTES:
+            transfer.start = started  # type: ignore[method-assign]
+        return transfer
+
+    def waited(transfers: Sequence[Transfer], timeout: float) -> None:
+        wait(transfers, timeout)
+        for transfer in transfers:
+            (after if transfer.nbytes > WORDS_BYTES else looked)(transfer.peer)
+
+    sampler.agent.prepare, sampler.agent.wait = prepared, waited  # type: ignore[assignment, method-assign]
+
+
+def words_of(holder: WeightSource | WeightTarget) -> Any:
+    """Returns the words of a holder that others read, which are the version that it offers, and its number."""
+    card = CARD.decode(holder.card(), "a holder of weights")
+    return np.ctypeslib.as_array((ctypes.c_uint64 * 2).from_address(card.version_address))
 
 
 def run(bodies: list[Callable[[], Any]]) -> list[Any]:
@@ -183,53 +229,44 @@ def test_sources_must_offer_the_same_version(keep: Keep) -> None:
         sampler.target.receive(timeout=0.1)
 
 
-def test_a_version_that_is_withdrawn_while_it_is_read_does_not_count(
-    keep: Keep, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_that_is_withdrawn_while_it_is_read_does_not_count(keep: Keep) -> None:
     trainer, sampler = keep(Trainer("a")), keep(Sampler("s"))
-    sampler.target.connect(trainer.cards)
-    source, connected = trainer.sources[0], sampler.target._connected
-    assert connected is not None
-    move, moved = connected.move, 0
+    offer, read = contextlib.ExitStack(), []
 
-    def withdraw(transfers: Any, *rest: Any) -> None:
-        nonlocal moved
-        move(transfers, *rest)
-        if transfers == connected.groups[0].direct:
-            moved += 1
-            if moved == 1:  # simulates that the source timed out and offered the next version
-                source._shut()
-                trainer.train(2)
-                source._open(2)
+    def withdraw(peer: str) -> None:
+        read.append(peer)
+        if len(read) == 1:  # simulates that the source timed out and offered the next version
+            offer.close()
+            trainer.train(2)
+            offer.enter_context(trainer.sources[0].offered(2))
 
-    monkeypatch.setattr(connected, "move", withdraw)
+    watch_reads(sampler, after=withdraw)
+    connect(trainer, [sampler])
     trainer.train(1)
-    source._open(1)
-    assert sampler.target.receive().version == 2
-    assert (moved, sampler.holds(2)) == (2, True)
+    offer.enter_context(trainer.sources[0].offered(1))
+    with offer:
+        assert sampler.target.receive().version == 2
+    assert (read, sampler.holds(2)) == (["a", "a"], True)
 
 
-def test_an_error_names_the_tensors_that_may_be_of_two_versions(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_the_tensors_that_may_be_of_two_versions(keep: Keep) -> None:
     """The source withdraws a version while the second of two groups is read."""
     trainer, sampler = keep(Trainer("a")), keep(Staged("s"))
-    sampler.target.connect(trainer.cards)
-    source, connected = trainer.sources[0], sampler.target._connected
-    assert connected is not None
-    move = connected.move
+    offer, read = contextlib.ExitStack(), []
 
-    def withdraw(transfers: Any, *rest: Any) -> None:
-        move(transfers, *rest)
-        if transfers == connected.groups[1].direct:
-            source._shut()
+    def withdraw(peer: str) -> None:
+        read.append(peer)
+        if len(read) == 2:
+            offer.close()
 
-    monkeypatch.setattr(connected, "move", withdraw)
-    source._open(1)
+    watch_reads(sampler, after=withdraw)
+    connect(trainer, [sampler])
+    offer.enter_context(trainer.sources[0].offered(1))
     with pytest.raises(TransferTimeoutError) as caught:
         sampler.target.receive(timeout=0.3)
     assert caught.value.__notes__ == ["incomplete tensors: up"]
     assert sampler.target.incomplete == ["up"]
-    monkeypatch.undo()
-    with source.offered(2):
+    with trainer.sources[0].offered(2):
         sampler.target.receive()
     assert sampler.target.incomplete == []
 
@@ -322,13 +359,19 @@ def test_peers_pass_on_what_each_has_read(keep: Keep) -> None:
     """Four targets, two for each of two overlapping parts, together read each element from the sources only once."""
     trainer = keep(Trainer("a", "b"))
     samplers = [keep(Sampler(f"s{n}", *columns)) for n, columns in enumerate(((0, 5), (3, 8), (0, 5), (3, 8)))]
+    direct = []
+    for sampler in samplers:
+        prepare = sampler.agent.prepare
+
+        def prepared(operation: str, peer: str, blocks: Any, prepare: Any = prepare) -> Transfer:
+            transfer = prepare(operation, peer, blocks)
+            if peer in ("a", "b") and transfer.nbytes > WORDS_BYTES:
+                direct.append(transfer.nbytes)
+            return transfer
+
+        sampler.agent.prepare = prepared
     connect(trainer, samplers)
-    direct = sum(
-        transfer.nbytes
-        for sampler in samplers
-        for transfer in sampler.target._connected.groups[0].direct  # type: ignore[union-attr]
-    )
-    assert direct == 2 * ROWS * COLUMNS * 4
+    assert sum(direct) == 2 * ROWS * COLUMNS * 4
     for version in (1, 2):
         trainer.train(version)
         receives: list[Callable[[], Any]] = [lambda sampler=sampler: sampler.target.receive() for sampler in samplers]
@@ -395,90 +438,78 @@ def test_groups_share_memory(keep: Keep, count: int) -> None:
         samplers[0].target.connect(trainer.cards, peers=[other.target.card()])
 
 
-def test_a_version_may_be_offered_again_while_groups_share_memory(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_may_be_offered_again_while_groups_share_memory(keep: Keep) -> None:
     """In the second offer one target reads its peer's share late; until then the peer must not overwrite the share."""
     trainer, samplers = keep(Trainer("a", "b")), [keep(Staged(name)) for name in "st"]
+    offers = contextlib.ExitStack()
+
+    def open_offers() -> None:
+        for source in trainer.sources:
+            offers.enter_context(source.offered(1))
+
+    withdraw, offer = threading.Barrier(2, offers.close), threading.Barrier(2, open_offers)
+    went_on = threading.Event()
+    seen: dict[str, list[NDArray[np.float32]]] = {"s": [], "t": []}
+    must_offer = {"s": True, "t": True}
+
+    def looked(name: str, peer: str) -> None:
+        if peer == "b" and len(seen[name]) == 1 and must_offer[name]:
+            must_offer[name] = False
+            offer.wait(60)
+
+    def read_late(peer: str) -> None:
+        if peer == "s" and len(seen["t"]) == 1 and not must_offer["t"]:
+            went_on.wait(0.3)
+
+    def go_on(peer: str) -> None:
+        if peer in ("a", "b") and len(seen["s"]) == 2:
+            went_on.set()
+
+    watch_reads(samplers[0], after=go_on, looked=lambda peer: looked("s", peer))
+    watch_reads(samplers[1], before=read_late, looked=lambda peer: looked("t", peer))
     connect(trainer, samplers)
     trainer.train(1)
-    withdraw = threading.Barrier(2, lambda: [source._shut() for source in trainer.sources])
-    offer = threading.Barrier(2, lambda: [source._open(1) for source in trainer.sources])
-    went_on = threading.Event()
-    for source in trainer.sources:
-        source._open(1)
+    open_offers()
 
-    def receive(sampler: Staged, late: bool) -> list[NDArray[np.float32]]:
-        target = sampler.target
-        seen: list[NDArray[np.float32]] = []
-        connected = target._connected
-        assert connected is not None
-        read, move, (first, second) = target._read, connected.move, connected.groups
-
-        def reading(*arguments: Any) -> bool:
-            whole = read(*arguments)
-            if not whole:
-                offer.wait(60)
-            return whole
-
-        def moving(transfers: Any, *rest: Any) -> None:
-            if late and transfers is first.relayed and len(seen) == 1:
-                went_on.wait(0.3)
-            move(transfers, *rest)
-            if not late and transfers is second.direct and len(seen) == 2:
-                went_on.set()
-
+    def receive(sampler: Staged, name: str) -> None:
         def each(_: int) -> None:
-            seen.append(sampler.memory.copy())
-            if len(seen) == 1:
+            seen[name].append(sampler.memory.copy())
+            if len(seen[name]) == 1:
                 withdraw.wait(60)
 
-        monkeypatch.setattr(target, "_read", reading)
-        monkeypatch.setattr(connected, "move", moving)
-        assert target.receive(each=each).version == 1
-        return seen
+        assert sampler.target.receive(each=each).version == 1
 
-    for seen in run([lambda: receive(samplers[0], late=False), lambda: receive(samplers[1], late=True)]):
-        np.testing.assert_array_equal(seen, [matrix(1, "w"), matrix(1, "w"), matrix(1, "up")])
+    with offers:
+        run([lambda: receive(samplers[0], "s"), lambda: receive(samplers[1], "t")])
+    for each in seen.values():
+        np.testing.assert_array_equal(each, [matrix(1, "w"), matrix(1, "w"), matrix(1, "up")])
 
 
-def test_a_share_that_its_peer_gives_up_while_it_is_read_is_read_again(
-    keep: Keep, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_share_that_its_peer_gives_up_while_it_is_read_is_read_again(keep: Keep) -> None:
     trainer, samplers = keep(Trainer("a", "b")), [keep(Staged(name)) for name in "st"]
-    connect(trainer, samplers)
-    trainer.train(1)
     gives_up, reads = samplers
-    given, taken = gives_up.target._connected, reads.target._connected
-    assert given is not None
-    assert taken is not None
-    move_given, move, versions = given.move, taken.move, taken.versions
-    has_all, kept, back = threading.Event(), [], threading.Event()
+    has_all, back, kept = threading.Event(), threading.Event(), []
 
-    def moving_given(transfers: Any, *rest: Any) -> None:
-        move_given(transfers, *rest)
-        if transfers is given.groups[0].relayed:
-            has_all.set()
-
-    def moving(transfers: Any, *rest: Any) -> None:
-        if transfers is taken.groups[0].relayed and has_all.wait(60) and not kept:
-            kept.append((gives_up.target._version[0], gives_up.memory.copy()))
-            gives_up.target._shut()
+    def give_up(peer: str) -> None:
+        if peer == "s" and has_all.wait(60) and not kept:
+            kept.append((words_of(gives_up.target)[0], gives_up.memory.copy()))
+            words_of(gives_up.target)[0] = 0
             gives_up.memory[:] = 0
-        move(transfers, *rest)
 
-    def looking(*arguments: Any) -> set[int]:
-        seen = versions(*arguments)
-        if kept and not back.is_set():  # restored once, because later the target may be between two `groups`
+    def restore(peer: str) -> None:
+        if peer == "s" and kept and not back.is_set():  # once, because later the target may be between two `groups`
             back.set()
             gives_up.memory[:] = kept[0][1]
-            gives_up.target._version[0] = kept[0][0]
-        return seen
+            words_of(gives_up.target)[0] = kept[0][0]
 
-    monkeypatch.setattr(given, "move", moving_given)
-    monkeypatch.setattr(taken, "move", moving)
-    monkeypatch.setattr(taken, "versions", looking)
+    watch_reads(gives_up, after=lambda peer: has_all.set() if peer == "t" else None)
+    watch_reads(reads, before=give_up, looked=restore)
+    connect(trainer, samplers)
+    trainer.train(1)
     seen: list[NDArray[np.float32]] = []
     with trainer.sources[0].offered(1), trainer.sources[1].offered(1):
         run([gives_up.target.receive, lambda: reads.target.receive(each=lambda _: seen.append(reads.memory.copy()))])
+    assert back.is_set()
     np.testing.assert_array_equal(seen, [matrix(1, "w"), matrix(1, "up")])
 
 
@@ -541,29 +572,40 @@ def test_a_source_that_is_closed_and_made_anew_is_another_one(keep: Keep) -> Non
 def test_words_of_another_holder_at_the_same_address_are_noticed(keep: Keep) -> None:
     trainer, sampler = keep(Trainer("a")), keep(Staged("s"))
     connect(trainer, [sampler])
-    trainer.sources[0]._words[:] = 1, 77
+    words_of(trainer.sources[0])[:] = 1, 77
     with pytest.raises(DisconnectedError, match="agent a has closed its weights"):
         sampler.target.receive(timeout=60)
 
 
 def test_a_former_reader_of_a_name_says_nothing_for_the_later_one(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, former = keep(Trainer("a")), keep(Staged("s"))
-    connect(trainer, [former])
     (source,), (owner,) = trainer.sources, trainer.agents
-    until(lambda: source.targets == ["s"])
+    received: list[Any] = []
+    messages = owner.messages
+
+    def noted() -> list[tuple[str, bytes]]:
+        got = messages()
+        received.extend(MESSAGE.decode(data, sender) for sender, data in got)
+        return got
+
+    def joined(number: int) -> bool:
+        return bool(source.targets) and any(isinstance(each, Join) and each.holder == number for each in received)
+
+    monkeypatch.setattr(owner, "messages", noted)
+    connect(trainer, [former])
+    number = int(words_of(former.target)[1])
+    until(lambda: joined(number))
     with Agent("s") as agent:
         later = WeightTarget(agent)
         later.add("w", np.zeros((ROWS, COLUMNS), np.float32))
         later.connect(trainer.cards)
-        until(lambda: source.targets == ["s"] and source._numbers["s"] == later._number)
-        taken: list[bytes] = []
-        messages = owner.messages
-        monkeypatch.setattr(owner, "messages", lambda: [each for each in messages() if taken.append(each[1]) is None])
-        with source.offered(1):
-            for said in (HasRead(1, former.target._number), Leave(former.target._number)):
-                former.agent.notify("a", MESSAGE.encode(said))
-            until(lambda: len(taken) == 2 if source.targets else True)
-            assert source._readers == {"s": 0}
+        until(lambda: joined(int(words_of(later)[1])))
+        for said in (HasRead(1, number), Leave(number)):
+            former.agent.notify("a", MESSAGE.encode(said))
+        until(lambda: not source.targets or said in received)
+        assert source.targets == ["s"]
+        with pytest.raises(TransferTimeoutError, match="s did not read version 1"):
+            source.offer(1, targets=1, timeout=0.1)
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -345,7 +345,7 @@ class GarblingBootstrap:
     """
 
     def __init__(self, bootstrap: ThreadBootstrap, exchange: int) -> None:
-        self._bootstrap = bootstrap
+        self.bootstrap = bootstrap
         self._left = exchange
         self.rank, self.world_size = bootstrap.rank, bootstrap.world_size
 
@@ -354,10 +354,10 @@ class GarblingBootstrap:
         if carried and self._left == 0:
             data = purpose + b"\0\xff\xfe{"
         self._left -= bool(carried)
-        return self._bootstrap.all_gather(data, timeout, give_up)
+        return self.bootstrap.all_gather(data, timeout, give_up)
 
     def close(self) -> None:
-        self._bootstrap.close()
+        self.bootstrap.close()
 
 
 @pytest.mark.parametrize("exchange", range(7))
@@ -369,7 +369,7 @@ def test_garbage_from_a_peer_is_an_error_that_names_it(exchange: int, monkeypatc
 
     def also_garbled(exchanges: Exchange, mailboxes: Any) -> None:
         if mailboxes.rank == 1:
-            bootstraps[1]._bootstrap = mailboxes
+            bootstraps[1].bootstrap = mailboxes
         else:
             carry_over(exchanges, mailboxes)
 

@@ -6,21 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from proxyccl.device.memory import machine_memory
 from proxyccl.device.memory.machine_memory import Limit, memory_limit
 
 MIB = 1 << 20
 
 
-def system(monkeypatch: pytest.MonkeyPatch, path: Path, groups: str, limits: dict[str, str]) -> None:
+def system(path: Path, groups: str, limits: dict[str, str]) -> None:
     (path / "proc/self").mkdir(parents=True)
     (path / "proc/meminfo").write_text("MemTotal:        4096 kB\nMemFree:  1 kB\nSwapTotal:       1024 kB\n")
     (path / "proc/self/cgroup").write_text(groups)
     for name, text in limits.items():
         (path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
         (path / "groups" / name).write_text(f"{text}\n")
-    monkeypatch.setattr(machine_memory, "_PROC", path / "proc")
-    monkeypatch.setattr(machine_memory, "_CGROUPS", path / "groups")
 
 
 @pytest.mark.parametrize(
@@ -41,17 +38,15 @@ def system(monkeypatch: pytest.MonkeyPatch, path: Path, groups: str, limits: dic
 def test_the_smallest_limit_counts_and_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, groups: str, limits: dict[str, str], nbytes: int, origin: str
 ) -> None:
-    system(monkeypatch, tmp_path, groups, limits)
-    limit = memory_limit()
+    system(tmp_path, groups, limits)
+    limit = memory_limit(tmp_path / "proc", tmp_path / "groups")
     assert limit is not None
     assert limit.nbytes == nbytes
     assert str(limit).replace(f"{tmp_path}/", "") == f"{origin} {nbytes} bytes of memory and swap space"
 
 
-def test_a_system_that_tells_nothing_has_no_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine_memory, "_PROC", tmp_path)
-    monkeypatch.setattr(machine_memory, "_CGROUPS", tmp_path)
-    assert memory_limit() is None
+def test_a_system_that_tells_nothing_has_no_limit(tmp_path: Path) -> None:
+    assert memory_limit(tmp_path, tmp_path) is None
 
 
 def test_a_large_allocation_says_which_limit_it_exceeds(monkeypatch: pytest.MonkeyPatch) -> None:

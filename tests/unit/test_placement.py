@@ -184,7 +184,7 @@ def test_info_lists_the_adapters_of_each_gpu_by_nearness(
     machine: str, gpu: int, expected: list[str], tmp_path: Path
 ) -> None:
     places = {name: Place(address) for name, address in expand(machine, tmp_path).items()}
-    findings = list(info._placement(places, [], tmp_path))
+    findings = list(info.placement(places, [], tmp_path))
     assert [finding.detail for finding in findings if finding.name == f"gpu{gpu}"] == expected
     assert all(finding.available for finding in findings)
 
@@ -192,12 +192,12 @@ def test_info_lists_the_adapters_of_each_gpu_by_nearness(
 def test_info_says_which_adapters_can_not_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = expand("one_adapter", tmp_path)
     monkeypatch.setenv("PROXYCCL_RDMA", "device=mlx5_9")
-    *_, choice = info._placement({"cuda:0": Place(gpus["gpu0"])}, [], tmp_path)
+    *_, choice = info.placement({"cuda:0": Place(gpus["gpu0"])}, [], tmp_path)
     assert (choice.name, choice.available) == ("choice", False)
     assert choice.detail.startswith("device: no RDMA device 'mlx5_9'; there is mlx5_0, mlx5_1")
     monkeypatch.delenv("PROXYCCL_RDMA")
     put(tmp_path / "class/infiniband/mlx5_0/ports/1", {"state": "1: DOWN"})
     put(tmp_path / "class/infiniband/mlx5_0/ports/2", {"state": "2: INIT", "link_layer": "InfiniBand"})
-    (finding,) = info._placement({"NUMA node 0": Place(node=0)}, [], tmp_path)
+    (finding,) = info.placement({"NUMA node 0": Place(node=0)}, [], tmp_path)
     down = "mlx5_0 port 1 (RoCE, down, 100 Gbit/s); mlx5_0 port 2 (InfiniBand, init, 0 Gbit/s)"
     assert (finding.detail, finding.available) == (f"same NUMA node: {down}; mlx5_1 (RoCE, down, 40 Gbit/s)", False)

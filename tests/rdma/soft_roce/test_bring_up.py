@@ -147,7 +147,7 @@ def test_discovery_tells_what_is_there(devices: list[RdmaDevice]) -> None:
 
 
 def test_info_shows_what_is_there_and_nothing_missing(devices: list[RdmaDevice]) -> None:
-    findings = list(info._rdma())
+    findings = info.findings()["RDMA"]
     assert [finding.name for finding in findings] == [*DEVICES, "pyverbs", "engine", "memory"]
     assert findings[-1].detail == f"{DEVICES[0]} reaches memory of host:0: transport verbs"
     assert all(finding.available and not finding.advice for finding in findings)
@@ -157,12 +157,12 @@ def test_info_shows_what_is_there_and_nothing_missing(devices: list[RdmaDevice])
 
 def test_info_shows_whose_memory_goes_through_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Registrations, "unsupported_reason", lambda registrations, runtime, gpu_writes: "no way")
-    *_, finding = info._rdma()
+    *_, finding = info.findings()["RDMA"]
     assert (finding.name, finding.available) == ("memory", False)
     assert finding.detail == f"{DEVICES[0]} cannot reach memory of host:0: no way"
     assert "the transport staged" in finding.advice
     monkeypatch.setenv("PROXYCCL_RDMA", "device=mlx5_99")
-    *_, finding = info._rdma()
+    *_, finding = info.findings()["RDMA"]
     assert (finding.name, finding.available) == ("memory", False)
     assert "mlx5_99" in finding.detail
 

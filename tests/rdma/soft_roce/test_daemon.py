@@ -149,7 +149,7 @@ def test_a_device_that_is_not_there_is_named_and_nothing_is_left(daemon: Running
 
     before = daemon.resources()
     group = two_nodes(local=1)
-    group._options_of = options_of
+    group.options_of = options_of
     with group, pytest.raises(Exception, match="mlx5_99"):
         group.run(lambda comm: None)
     assert daemon.settles(before)

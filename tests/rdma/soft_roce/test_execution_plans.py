@@ -42,7 +42,7 @@ def test_plans_run_between_nodes(transport: Any) -> None:
         nodes.run(body)
 
 
-# tests/rdma/test_plans_over_verbs.py runs other plans over fake devices.
+# tests/rdma/test_collectives_over_verbs.py runs other plans over fake devices.
 @pytest.mark.slow
 def test_a_plan_runs_between_two_ranks() -> None:
     plan = ExecutionPlan.load(all_gather(2, "port", "pwsf"))

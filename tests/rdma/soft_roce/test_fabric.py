@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator, FabricOptions
-from proxyccl.proxy import _engine
 from support.packages.fabric import load_if_here
 from support.ranks import Ranks
 from support.soft_roce.nodes import TIMEOUT
 from support.soft_roce.wire import INTERFACES, Wire
+from support.transports import needs_fabric
 
 COUNT = 50_000
 
@@ -33,7 +33,7 @@ def exchange(comm: Communicator) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport")
+@needs_fabric
 def test_an_exchange_over_a_bad_wire(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """TCP handles loss and delay by retransmission."""
     library = load_if_here()

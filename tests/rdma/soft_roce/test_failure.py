@@ -74,7 +74,7 @@ def test_a_missing_device_port_or_gid_is_named_on_every_rank(options: dict[str, 
         return {"rdma": replace(rdma_of(rank, 1)["rdma"], **options)} if rank == 0 else rdma_of(rank, 1)
 
     group = two_nodes(local=1)
-    group._options_of = options_of
+    group.options_of = options_of
     with group, pytest.raises((ArgumentError, RuntimeUnavailableError), match=message):
         group.run(lambda comm: None)
 

@@ -10,17 +10,17 @@ import pytest
 from proxyccl.channels.transfers import paths
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
-from proxyccl.proxy import _engine
 from proxyccl.transfer import Agent, NotRegisteredError, strided
 from support.devices import rank_runtime
 from support.packages.fabric import load_if_here
 from support.soft_roce.endpoint import MTU
 from support.soft_roce.nodes import TIMEOUT
 from support.soft_roce.wire import ADDRESSES, DEVICES, INTERFACES, packets_sent
+from support.transports import needs_fabric
 
 NBYTES = 200_000
 
-pytestmark = pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport")
+pytestmark = needs_fabric
 
 
 class TwoHosts:

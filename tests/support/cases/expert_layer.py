@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,15 @@ from proxyccl import (
     Communicator,
     EPAll2AllLayer,
 )
+from proxyccl.channels.expert_parallel import geometry
 from support import running
 from support.cases.expert_oracle import Routing
 from support.cases.reference import numpy_dtype, poison
 from support.device_arrays import on_device, on_host
 from support.devices import runtime_with_blocks
+
+if TYPE_CHECKING:  # programs of ranks import this module
+    import pytest
 
 run_ranks = functools.partial(running.run_ranks, make_runtime=runtime_with_blocks)
 Values = NDArray[Any]
@@ -287,3 +291,11 @@ def check_layer(comm: Communicator, plan: Plan, layer: EPAll2AllLayer) -> None:
 def check(comm: Communicator, plan: Plan) -> None:
     with plan.case.layer(comm, max_recv_tokens=plan.most_rows) as layer:
         check_layer(comm, plan, layer)
+
+
+def announce_by(announces: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the layers of a test announce rows by `announces`: "counts" or "shared_masks"; else by their default."""
+    if announces in ("counts", "shared_masks"):
+        monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
+    if announces == "counts":
+        monkeypatch.setattr(geometry.Geometry, "_masks_fit", lambda *_: False)

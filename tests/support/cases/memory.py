@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from proxyccl import Array, Communicator
+from proxyccl import Array, Communicator, Runtime
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.runtime import Memory
 from support.cases.reference import Call, Values, numpy_dtype, poison
 from support.device_arrays import barrier
+from support.devices import rank_runtime
 from support.running import TIMEOUT
+
+if TYPE_CHECKING:  # programs of ranks import this module
+    import pytest
 
 
 def view_of(base: Any, offset: int, count: int, dtype: str) -> ArrayView:
@@ -70,3 +75,29 @@ def registered(comm: Communicator, array: ArrayView) -> bool:
     """Returns whether the kernels of all peers can access an array."""
     comm.group.symmetric.update()
     return bool(comm.group.launches.calls.reach_of(array.ptr, array.nbytes) & 1)
+
+
+def recorded_mappings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Runtime, Memory]]:
+    """Returns a list to which each later mapping of a peer's memory is added, after the runtime that maps it."""
+    kind, mapped = type(rank_runtime(0)), []
+    open_handle = kind.open
+
+    def noted(runtime: Runtime, handle: bytes) -> Memory:
+        memory = open_handle(runtime, handle)
+        mapped.append((runtime, memory))
+        return memory
+
+    monkeypatch.setattr(kind, "open", noted)
+    return mapped
+
+
+def gather_and_check(
+    comm: Communicator, call: Call, source: Array, target: Array, algorithm: str | None = None
+) -> None:
+    """Gathers into `target` and checks the result. The next call with similar arrays reuses the prepared call."""
+    source.upload(call.input(comm.rank, comm.world_size))
+    target.fill(-1)
+    barrier(comm)
+    comm.all_gather(source, out=target, algorithm=algorithm)
+    comm.synchronize()
+    call.check(target.numpy(), comm.rank, comm.world_size)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 BASE = """
 import logging
@@ -18,6 +19,7 @@ class PyverbsError(Exception):
         self.error_code = error_code
 
 log = []  # (what, name or address or ...)
+made = []  # all objects, in their order
 device = Record(inline=16, atomic=1, reads=4, refused={})  # refused: class -> errno
 
 class Object:
@@ -31,6 +33,7 @@ class Object:
         self.args, self.kwargs = args, kwargs
         self.__dict__.update(kwargs)
         log.append(("open", kind))
+        made.append(self)
     def __enter__(self):
         return self
     def __exit__(self, *exception):
@@ -135,3 +138,10 @@ def log() -> list[tuple[str, str]]:
     import pyverbs.pyverbs_error
 
     return pyverbs.pyverbs_error.log
+
+
+def latest(kind: str) -> Any:
+    """Returns the object that was made last of a class of the package."""
+    import pyverbs.pyverbs_error
+
+    return next(each for each in reversed(pyverbs.pyverbs_error.made) if type(each).__name__ == kind)

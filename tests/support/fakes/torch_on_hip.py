@@ -30,14 +30,14 @@ def _runtime(device: int) -> Runtime:
 
 class _Event:
     def __init__(self, device: int, stream: Any) -> None:
-        self._event = _runtime(device).create_event()
-        self._event.record(stream)
+        self.event = _runtime(device).create_event()
+        self.event.record(stream)
 
     def query(self) -> bool:
-        return self._event.query()
+        return self.event.query()
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
 
 
 class _Stream:
@@ -51,7 +51,7 @@ class _Stream:
         return _Event(self.device.index, self.cuda_stream)
 
     def wait_event(self, event: _Event) -> None:
-        _runtime(self.device.index).wait_event(self.cuda_stream, event._event)
+        _runtime(self.device.index).wait_event(self.cuda_stream, event.event)
 
     def wait_stream(self, other: _Stream) -> None:
         self.wait_event(other.record_event())

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import pytest
 
-from proxyccl.proxy import _engine
+from proxyccl.proxy._engine import lib
 from support.forked import Forks, PipedFork
 from support.hosts.secure_shell import SecureShell
 from support.packages.debian import UnavailableError
@@ -220,7 +220,7 @@ def _port(host: int, interface: int) -> str:
 
 def hosts_or_skip(count: int, *, ipv4: bool = True, interfaces: int = 1, secure_shell: Path | None = None) -> Hosts:
     """Returns `count` emulated hosts. Skips the test if namespaces or libfabric are not available."""
-    if not _engine.lib.proxyccl_fabric_built():
+    if not lib.proxyccl_fabric_built():
         require_fabric("this build has no fabric transport: libfabric's headers were not there")
     reason = unavailable_reason()
     if reason:

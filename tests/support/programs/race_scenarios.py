@@ -668,7 +668,7 @@ def planted_missing_meeting() -> None:
     def body(comm: Communicator) -> None:
         data = comm.empty(3 * 4096, "uint8").fill(0)
         comm.register(data)
-        parameter = bytearray(comm._collectives.team().parameter())
+        parameter = bytearray(comm.collectives.team().parameter())
         comm.group.symmetric.update()
         announced = comm.group.symmetric.find(data.ptr, data.nbytes)
         assert announced is not None
