@@ -135,7 +135,7 @@ def deep_ep_elastic(world: World) -> int:
 
 
 def main() -> None:
-    print(f"# hidden {HIDDEN}, top {TOPK} of {EXPERTS} experts, bfloat16, {NUM_SMS} multiprocessors; of each rank")
+    print(f"# hidden {HIDDEN}, top {TOPK} of {EXPERTS} experts, bfloat16, {NUM_SMS} multiprocessors; memory of each rank")
     table = Table(_COLUMNS)
     table.header()
     for tokens in TOKENS:

@@ -18,7 +18,7 @@ CONTENDERS: dict[str, dict[str, str]] = {
     OURS: {},
     "peer": {},
     f"{OURS}, default": {"PROXYCCL_CTA_POLICY": "default"},
-    f"{OURS}, efficiency": {"PROXYCCL_CTA_POLICY": "efficiency"},
+    f"{OURS}, zero": {"PROXYCCL_CTA_POLICY": "zero"},
     f"{OURS}, unlent": {"PROXYCCL_LEND_BYTES": "0"},
 }
 """The variables of each contender. The peer is NCCL, or gloo on CPUs."""

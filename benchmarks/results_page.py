@@ -48,7 +48,7 @@ The tables of programs have these columns:
 - *late*: the time of the slowest of steps 2 to 10, divided by the median. *CPU*: the CPU time of a step, including the
   CPU time of the proxies' process.
 - *value / ours*: below 1 for a time, or above 1 for tokens per second, ProxyCCL with its defaults is slower.
-- *by*: the library and its setting. *nothing*: a process group that does nothing. *default*, *efficiency*:
+- *by*: the library and its setting. *nothing*: a process group that does nothing. *default*, *zero*:
   `PROXYCCL_CTA_POLICY`. *unlent*: peers do not map memory of torch. *gather-by-proxy*, *scatter-by-proxy*: the proxies
   carry out long all_gathers or reduce_scatters.
 """
