@@ -135,7 +135,8 @@ def deep_ep_elastic(world: World) -> int:
 
 
 def main() -> None:
-    print(f"# hidden {HIDDEN}, top {TOPK} of {EXPERTS} experts, bfloat16, {NUM_SMS} multiprocessors; memory of each rank")
+    experts = f"top {TOPK} of {EXPERTS} experts"
+    print(f"# hidden {HIDDEN}, {experts}, bfloat16, {NUM_SMS} multiprocessors; memory of each rank")
     table = Table(_COLUMNS)
     table.header()
     for tokens in TOKENS:

@@ -576,5 +576,6 @@ class SymmetricMemory:
                 self._runtime.end_export(announced.handle)
             self._segments.clear()
             self._announced.clear()
+            self._unsettled.clear()
             self.withdrawn.clear()
         self.withdraw_ended()  # notifies the groups that inherited these ranges
