@@ -757,6 +757,7 @@ class Communicator(CollectiveCalls):
                 communicator that has a rank in another process. The communicator stays usable.
             SuspendedError: the communicator is suspended already.
             MismatchError: a rank makes another call, or passes a different `save`. No memory was given back.
+            ResourceError: too little host memory is left for the contents. The communicator has failed.
             CommunicatorError: a rank failed during the call.
         """
         if save is not True and save is not False:  # a wrong value that counts as false would lose the contents

@@ -511,8 +511,9 @@ class Group:
             lacks = [blocks.lack for blocks in every]
             if not any(lacks):
                 self._set_mapped(every, True)
-                self.exchange.barrier("resume: all ranks have mapped it")
+                # Before the barrier, after which peers may announce memory to this rank's proxy.
                 self.links.resume()
+                self.exchange.barrier("resume: all ranks have mapped it")
             elif not lack:
                 self.device_memory.suspend()
         if any(lacks):

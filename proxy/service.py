@@ -335,7 +335,8 @@ class ProxyService(ProxyWords):
                     self._wires.add(made.wires)
                 lib.proxyccl_worker_add_connection(self._workers[worker].pointer, made.pointer)  # has room
                 stats = self._observed.worker(worker).connections[number]
-                stats.rails = stats.rails_up = made.rails
+                adapters = {each.rail.adapter for each in made.watched}
+                stats.rails = stats.rails_up = len(adapters) or made.rails
                 if made.watched:
                     status_text = find_transport(transport).status_text
                     self._rails = self._rails or RailWatch(status_text, self._on_warning, self._name)

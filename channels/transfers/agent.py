@@ -471,7 +471,7 @@ class Agent:
                 numbers = np.full(len(rows), number, np.uint64)
         try:
             message = GrantMessage(
-                "proxyccl-grant-2",
+                "proxyccl-grant-3",
                 self.name,
                 self._token,
                 self._place.host,
@@ -563,7 +563,7 @@ class Agent:
             table = columns.tobytes(), labels if any(labels) else []
             keys = [] if self._fabric is None else self._fabric.keys(once)
             told = self._place if place else None
-            said = Metadata("proxyccl-agent-3", self.name, self._token, told, *table, self._reached.of(once), keys)
+            said = Metadata("proxyccl-agent-4", self.name, self._token, told, *table, self._reached.of(once), keys)
             return METADATA.encode(said)
 
     def add(self, metadata: bytes) -> str:

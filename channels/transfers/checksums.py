@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl.channels.transfers.blocks import Rows
+from proxyccl.device.errors import ResourceError
 
 UNREADABLE = -1
 _PIECE = 1 << 18
@@ -16,11 +17,14 @@ _PIECE = 1 << 18
 
 def checksums_of(rows: Rows) -> NDArray[np.int64]:
     """Returns the CRC-32 of each block, or UNREADABLE if the program has freed the block's memory. Rows are (address,
-    bytes). Raises OSError if /proc is not mounted.
+    bytes). Raises ResourceError if /proc/self/mem can't be opened.
     """
     piece = memoryview(bytearray(_PIECE))
     # Reading freed memory through the kernel fails, whereas a direct access would end the process.
-    memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ResourceError(f"checksums need /proc/self/mem: {error}") from None
     try:
         return np.array([_checksum_of(memory, piece, *row) for row in rows.tolist()], np.int64)
     finally:

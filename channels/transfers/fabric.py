@@ -240,7 +240,8 @@ def choose_offer(
             first = device if driver.device_count() > 1 else first
     near = Place(gpu, process_numa_node(root))
     one = replace(options, rails=1)
-    return choose_offers(offers, one, near, local_rank=first + next(_agents_at[near]), root=root)[0]
+    number = first + next(_agents_at[near])
+    return choose_offers(offers, one, near, local_rank=number, root=root, first_address=True)[0]
 
 
 def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:

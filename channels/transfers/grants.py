@@ -59,7 +59,7 @@ class GrantMessage(Message, frozen=True):
         checksums: uint32 of shape (N,), as bytes: each block's CRC-32; b"" without checksums.
     """
 
-    format: Literal["proxyccl-grant-2"]
+    format: Literal["proxyccl-grant-3"]
     agent: Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
     token: Annotated[bytes, Meta(max_length=64)]
     host: Annotated[str, Meta(max_length=64)]

@@ -57,7 +57,7 @@ class Metadata(Message, frozen=True):
             Receivers ignore those of other regions.
     """
 
-    format: Literal["proxyccl-agent-3"]
+    format: Literal["proxyccl-agent-4"]
     name: Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
     token: Annotated[bytes, _TOKEN]
     place: Place | None

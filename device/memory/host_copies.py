@@ -14,6 +14,7 @@ from queue import SimpleQueue
 
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.base_runtime import BaseRuntime, PinnedMemory
+from proxyccl.device.errors import ResourceError
 from proxyccl.device.process.cores import usable_cores
 
 _PIECE_BYTES = 8 << 20
@@ -25,9 +26,12 @@ Copy = tuple[int, int, int]
 
 def allocate_host(nbytes: int) -> mmap.mmap:
     """Returns zeroed unpinned memory, of huge pages if the system has them, because these cause few page faults. Raises
-    OSError if there is too little memory.
+    ResourceError if there is too little memory.
     """
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ResourceError(f"{nbytes} bytes of host memory: {error}") from None
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -149,6 +149,9 @@ class DaemonClient(ProxyWords):
         self._awake: list[SharedMemory] = []  # the words that wake the daemon's threads
         # By kind and number, the functions that make this client's objects in a daemon, in the order of their making.
         self._made: dict[tuple[str, int], Callable[[], object]] = {}
+        # The arguments of `_map`, by first id, of memory that its owner has freed or suspended while this client was
+        # suspended.
+        self._unmapped: dict[int, tuple[bytes | None, int, int, Keys]] = {}
         self._signals: dict[int, Signals] = {}  # by channel, while this client is suspended
         self._closed = self._suspended = False
         self.fifos = [Fifo(runtime, fifo_size) for _ in range(fifos)]
@@ -180,10 +183,11 @@ class DaemonClient(ProxyWords):
             self._awake = _open_words(asleep)
             for word in self._awake:
                 self.sleepers.add(word)
-            for make in self._made.values():
+            self._unmapped.clear()
+            for make in list(self._made.values()):
                 make()
             self._daemon.ask(SessionService.start)
-        except ProxyCCLError:
+        except BaseException:
             self._daemon.hang_up()
             raise
 
@@ -240,7 +244,7 @@ class DaemonClient(ProxyWords):
             try:
                 self._open()
                 self._signals, self._suspended = {}, False
-            except (ProxyCCLError, OSError) as error:
+            except Exception as error:  # whatever it is, the group must not wait for this proxy
                 self._not_resumed = f"the proxy did not start again: {type(error).__name__}: {error}"
                 failure = ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, None, None, 0, self._not_resumed)
                 self._on_failure(failure)
@@ -306,8 +310,17 @@ class DaemonClient(ProxyWords):
     # -- methods of the daemon ---
 
     def set_mapped(self, process: bytes, bases: list[int], mapped: bool) -> None:
-        """See `SessionService.set_mapped`. Does nothing if the daemon is lost."""
+        """See `SessionService.set_mapped`. Also maps memory that was still suspended when this client resumed. Does
+        nothing if the daemon is lost.
+        """
         self._ask(SessionService.set_mapped, process, bases, mapped)
+        if not mapped:
+            return
+        with self._connecting:
+            again, self._unmapped = self._unmapped, {}
+            for first, memory in again.items():
+                self._ask(SessionService.remove_memory, first)
+                self._map(*memory, first)
 
     def add_schedule(self, schedule: Schedule) -> int:
         return self._make("schedule", lambda number: self._ask(SessionService.add_schedule, schedule, number))
@@ -344,8 +357,9 @@ class DaemonClient(ProxyWords):
         except ArgumentError:
             if first is None:
                 raise
-            # The memory's owner has freed the memory while this client was suspended. The ids stay reserved until
-            # `remove_memory`.
+            # The memory's owner has freed the memory, or has suspended it and not resumed it yet. The ids stay reserved
+            # until `remove_memory`.
+            self._unmapped[first] = name, base, nbytes, keys
         return self._ask(SessionService.add_remote_memory, base, nbytes, keys, first)
 
     def add_pinned_memory(self, memory: PinnedMemory) -> int:
@@ -365,7 +379,9 @@ class DaemonClient(ProxyWords):
         with self._lock:
             if self._memories.pop(first, None) is not None and self._own is not None:
                 self._own.remove_memory(first, nbytes)
-        self._release("memory", first, SessionService.remove_memory)
+        with self._connecting:
+            self._unmapped.pop(first, None)
+            self._release("memory", first, SessionService.remove_memory)
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
         """Returns a connection whose transfers are copies within the host. If `private`, a service in this process
@@ -492,7 +508,7 @@ class DaemonClient(ProxyWords):
                     return own_ended
                 self._closed = True
             try:
-                ended = self._suspended or self._daemon.is_closed or self._daemon.close_service(timeout)
+                ended = self._daemon.is_closed or self._daemon.close_service(timeout)
             finally:
                 self._free()
             return ended and own_ended

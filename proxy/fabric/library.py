@@ -272,6 +272,7 @@ def choose_offers(
     *,
     local_rank: int = 0,
     root: Path = SYSFS,
+    first_address: bool = False,
 ) -> list[FabricOffer]:
     """Returns the offers of a rank's interfaces: of the `options.interfaces`, the `options.rails` that are nearest
     to the rank's place `near`, in the order of their names; without `interfaces`, one offer. Each is an offer of the
@@ -279,8 +280,8 @@ def choose_offers(
 
     Skips interfaces with loopback or link-local addresses, and prefers IPv4 to IPv6. If the provider's interfaces have
     no IP addresses, chooses among the interfaces that are nearest to `near`, over which `local_rank` distributes the
-    ranks of a host. Interfaces with IP addresses may belong to separate networks, so if one interface is chosen, all
-    ranks use the first such interface. Distances are read from sysfs, which is mounted at `root`.
+    ranks of a host. With `first_address`, if the interfaces have IP addresses, returns only the first one: interfaces
+    with IP addresses may belong to separate networks. Distances are read from sysfs, which is mounted at `root`.
 
     Raises:
         ArgumentError: no provider or interface matches the options; the message names the option.
@@ -295,7 +296,7 @@ def choose_offers(
     chosen = [nearest(_usable(offers, options, option, name), distance, 1, local_rank)[0] for name in names]
     if len({offer.domain for offer in chosen}) < len(chosen) or len({offer.kind for offer in chosen}) > 1:
         raise ArgumentError("interfaces", f"must name different interfaces of one provider, not {_listed(chosen)}")
-    if options.rails == 1 and chosen[0].address is not None:
+    if first_address and chosen[0].address is not None:
         return chosen[:1]
     return nearest(chosen, distance, options.rails, local_rank)
 

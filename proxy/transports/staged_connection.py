@@ -179,7 +179,8 @@ class StagedEndpoint:
             raise ArgumentError("peer", "its end of the connection is not staged, but this end is")
         ring_bytes, setup = min(self.info.ring_bytes, theirs.ring_bytes), self._device.setup
         ends = theirs.wires()
-        is_spared = self._spares and all(end.spare for end in ends)
+        # With different numbers of adapters, a wire and its spare could join adapters of separate networks.
+        is_spared = self._spares and len(ends) == len(self._wires) and all(end.spare for end in ends)
         wires = []
         for i, (wire, end) in enumerate(zip(self._wires, ends, strict=False)):
             options = wire.connect(end, timeout, given_up)

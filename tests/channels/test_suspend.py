@@ -25,6 +25,8 @@ from proxyccl import (
 )
 from proxyccl.proxy.daemon.choice import ChosenDaemon
 from proxyccl.proxy.daemon.client import DaemonClient
+from proxyccl.proxy.daemon.connection import DaemonConnection
+from proxyccl.proxy.daemon.session_service import SessionService
 from proxyccl.proxy.processes import start_of
 from proxyccl.transfer import Agent
 from support.device_arrays import barrier, on_device, on_host
@@ -279,6 +281,38 @@ def test_arrays_lose_their_contents_if_these_are_not_saved() -> None:
         assert not array.numpy().any()
 
     with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+def test_memory_that_could_not_be_mapped_at_resume_is_mapped_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another communicator of the ranks, which owns the memory, resumed only after this one."""
+    ask, refuses = DaemonConnection.ask, threading.Event()
+
+    def refusing(self: DaemonConnection, function: Any, *arguments: Any) -> Any:
+        if refuses.is_set() and function is SessionService.add_memory and arguments[1] == array_bytes:
+            raise ArgumentError("handle", "names memory that its owner has suspended")
+        return ask(self, function, *arguments)
+
+    array_bytes = 3 * MIB
+
+    def body(comm: Communicator) -> None:
+        array = comm.empty(array_bytes // 4, "float32").fill(1)
+        comm.register(array)
+        comm.all_reduce(array, algorithm="proxy")
+        comm.suspend()
+        refuses.set()
+        comm.resume()
+        assert isinstance(comm.proxy, DaemonClient)
+        comm.proxy.drain(30)  # waits until the proxy has started again
+        barrier(comm)
+        refuses.clear()
+        comm.proxy.set_mapped(b"", [], True)
+        barrier(comm)
+        comm.all_reduce(array, algorithm="proxy")
+        assert set(array.numpy()) == {4.0}
+
+    monkeypatch.setattr(DaemonConnection, "ask", refusing)
+    with Ranks(2, suspendable=True, proxy="process") as ranks:
         ranks.run(body)
 
 

@@ -845,11 +845,12 @@ def connected(transport: str, own: VerbsContext, peer: VerbsContext) -> Any:
 def test_each_wire_of_a_staged_connection_has_a_thread_and_an_adapter_that_takes_over(
     open_rails: Rails, counts: tuple[int, int]
 ) -> None:
+    """With different numbers of adapters, no adapter takes over, because it could be in a separate network."""
     own, peer = counts
     options = connected("staged", open_rails(own), open_rails(peer))
     assert ([wire.number for wire in options.wires], options.ends) == ([0, 1], own)
-    rails = [[rail.adapter for rail in wire.options.rails] for wire in options.wires]
-    assert rails == [["rxe0", "rxe2"], ["rxe2", RAILS[2 % own]]]
+    rails = [[rail.adapter for rail in getattr(wire.options, "rails", ())] for wire in options.wires]
+    assert rails == ([["rxe0", "rxe2"], ["rxe2", "rxe0"]] if own == peer else [[], []])
 
 
 def test_a_recovery_waits_longer_than_an_adapter_and_a_slow_peer(open_rails: Rails) -> None:
