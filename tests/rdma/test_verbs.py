@@ -244,6 +244,7 @@ def wait_with_peer(loop: Loop, condition: Callable[[], bool], what: str) -> None
 @needs_transport
 @pytest.mark.parametrize("rails", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.filterwarnings("ignore:the adapter .* no longer reaches:RuntimeWarning")
 def test_what_failed_rails_have_not_done_is_done_once_by_the_others(seed: int, rails: int) -> None:
     """All rails but one fail at random requests, also during recoveries, while the devices execute requests late. The
     rails are used again.
