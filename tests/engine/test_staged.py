@@ -894,6 +894,8 @@ def test_an_end_with_work_outstanding_is_destroyed() -> None:
         assert here.flushed() == 0
         for end in ends:
             end.abort()
+            assert end.service.close(60)  # so that no worker writes to memory of the other end that is freed below
+        for end in ends:
             end.close()
 
 
