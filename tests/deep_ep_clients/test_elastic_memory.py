@@ -374,6 +374,7 @@ def test_what_stored_rows_refuse(two: Ranks) -> None:
 def test_an_elastic_buffer_continues_with_a_new_process() -> None:
     """Rank 1 fails while the other ranks are in a session, and is replaced."""
     whole = ThreadBootstrap.create(3)
+    used = threading.Barrier(3)
 
     def use(buffer: Any, comm: Communicator) -> None:
         ids = torch.tensor([[0], [1], [2]], device=torch_device(comm))
@@ -399,6 +400,7 @@ def test_an_elastic_buffer_continues_with_a_new_process() -> None:
         sizes = {"num_bytes": 4 * MIB, "num_cpu_bytes": 2 * MIB, "explicitly_destroy": True}
         buffer = elastic(comm, **sizes)
         use(buffer, comm)
+        used.wait(TIMEOUT)  # `abort` would end calls of the other ranks
         if comm.rank == 1:
             comm.abort("of the test")
             with Communicator(whole[1], comm.runtime, timeout=TIMEOUT) as grown:
