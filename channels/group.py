@@ -511,7 +511,7 @@ class Group:
             lacks = [blocks.lack for blocks in every]
             if not any(lacks):
                 self._set_mapped(every, True)
-                # Before the barrier, after which peers may announce memory to this rank's proxy.
+                # This call precedes the barrier, because after it peers may announce memory to this rank's proxy.
                 self.links.resume()
                 self.exchange.barrier("resume: all ranks have mapped it")
             elif not lack:

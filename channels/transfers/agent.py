@@ -504,9 +504,8 @@ class Agent:
             found = Found(name, writes, rows, np.full(len(rows), number, np.uint64), number, deadline)
         if found.checksums is not None and local != DRAM:
             raise ArgumentError("grant", "has checksums, which are checked only for reads into host memory")
-        of_host = None if ledger is None else BlocksOfHost(found, ledger)
-        if of_host is not None:
-            no_words = np.empty(0, np.uint64)
+        if ledger is not None:
+            of_host, no_words = BlocksOfHost(found, ledger), np.empty(0, np.uint64)
             return of_host if known is None or found.checksums is None else Fence(found, of_host, None, no_words)
         assert known is not None
         numbers = np.unique(found.numbers)

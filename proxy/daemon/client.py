@@ -153,7 +153,7 @@ class DaemonClient(ProxyWords):
         # suspended.
         self._unmapped: dict[int, tuple[bytes | None, int, int, Keys]] = {}
         self._signals: dict[int, Signals] = {}  # by channel, while this client is suspended
-        self._closed = self._suspended = False
+        self._closed = False
         self.fifos = [Fifo(runtime, fifo_size) for _ in range(fifos)]
         self._connect = functools.partial(DaemonConnection, timeout, name, on_failure, self._watch_turns, address)
         self._options = ServiceOptions(
@@ -226,7 +226,7 @@ class DaemonClient(ProxyWords):
         """
         with self._connecting:
             self._signals = self._daemon.ask(Session.suspend, timeout)
-            self._suspended, self._observed = True, None  # a running report may still read the former `_observed`
+            self._observed = None  # not closed, because a running report may still read it
             self._daemon.hang_up()
             self.sleepers.remove(self._awake)
 
@@ -243,7 +243,7 @@ class DaemonClient(ProxyWords):
                 return
             try:
                 self._open()
-                self._signals, self._suspended = {}, False
+                self._signals = {}
             except Exception as error:  # whatever it is, the group must not wait for this proxy
                 self._not_resumed = f"the proxy did not start again: {type(error).__name__}: {error}"
                 failure = ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, None, None, 0, self._not_resumed)

@@ -57,8 +57,8 @@ class _Scheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         metadata.proxyccl_grants = made
         for request, passed in read.items():
             if KEY in passed:
-                # A router may pass on anything. No grant has a negative key.
-                key = _bind(passed[KEY], passed["remote_block_ids"]) if type(passed[KEY]) is int else -1
+                given = passed[KEY] if type(passed[KEY]) is int else 0  # a router may pass on anything
+                key = _bind(given, passed["remote_block_ids"])
                 metadata.reqs_to_recv[request].remote.proxyccl_grant = key
         return metadata
 
