@@ -147,7 +147,7 @@ class NormedRow {
     const uint32_t in_row = inRow(epoch, p);
     if (exists()) {
       if (rows_.keeps) kept()[epoch * rows_.packets + p] = payload;
-      storeTo(rows_.residual_out + first_, in_row, payload);
+      if (!storesLate()) storeTo(rows_.residual_out + first_, in_row, payload);
     }
     if (rows_.weight == nullptr) return;
     float squares = 0;
@@ -164,34 +164,20 @@ class NormedRow {
     if (rows_.weight == nullptr) return;
     Blocks::meet();
     if (!exists()) return;
-    const float mean = told(0, added) / static_cast<float>(rows_.width), factor = inverseRoot(mean + rows_.eps);
-    float to_float8 = 0;
-    if (rows_.scales != nullptr) {
+    if (storesLate()) {
       forEachPacket([&](uint32_t epoch, uint32_t p) {
-        float greatest = 0;
-        forNormed(epoch, p, factor, [&](uint32_t, uint32_t, float* values) {
-#pragma unroll
-          for (uint32_t k = 0; k < kEach; ++k) greatest = greaterMagnitude(greatest, values[k]);
-        });
-        tell(1, inRow(epoch, p), combineInWarp(greatest, greaterMagnitude));
+        storeTo(rows_.residual_out + first_, inRow(epoch, p), kept()[epoch * rows_.packets + p]);
       });
-      Blocks::meet();
-      const float greatest = told(1, greaterMagnitude);
-      if (threadIdx.x == 0 && blockIdx.x % kBlocks == 0) rows_.scales[row_] = scaleOf(greatest);
-      to_float8 = factorOf(greatest);
-    } else if (rows_.scale != nullptr) {
-      to_float8 = 1 / *rows_.scale;
     }
-    const bool quantizes = rows_.scales != nullptr || rows_.scale != nullptr;
+    const float mean = told(0, added) / static_cast<float>(rows_.width), factor = inverseRoot(mean + rows_.eps);
+    if (__builtin_expect(rows_.scales != nullptr || rows_.scale != nullptr, false)) return quantize(factor);
     forEachPacket([&](uint32_t epoch, uint32_t p) {
       Words narrowed{};
-      forNormed(epoch, p, factor, [&](uint32_t c, uint32_t chunk, float* values) {
-        if (quantizes) return storeFloat8(chunk, values, to_float8);
+      forNormed(epoch, p, factor, [&](uint32_t c, uint32_t, float* values) {
 #pragma unroll
         for (uint32_t k = 0; k < kEach; k += 2)
           narrowed.at[(c * kEach + k) / 2] = Element<T>::narrowTwo(values[k], values[k + 1]);
       });
-      if (quantizes) return;
       storeTo(static_cast<T*>(rows_.out) + first_, inRow(epoch, p), __builtin_bit_cast(Payload, narrowed));
     });
   }
@@ -221,6 +207,35 @@ class NormedRow {
   PROXYCCL_DEVICE uint32_t inRow(uint32_t epoch, uint32_t p) const {
     return (epoch * kBlocks + blockIdx.x % kBlocks) * rows_.packets + p;
   }
+
+  // Normalizes the row to float8. A function of its own keeps these instructions apart from those of other rows.
+  PROXYCCL_DEVICE void quantize(float factor) const {
+    float to_float8 = 0;
+    if (rows_.scales != nullptr) {
+      forEachPacket([&](uint32_t epoch, uint32_t p) {
+        float greatest = 0;
+        forNormed(epoch, p, factor, [&](uint32_t, uint32_t, float* values) {
+#pragma unroll
+          for (uint32_t k = 0; k < kEach; ++k) greatest = greaterMagnitude(greatest, values[k]);
+        });
+        tell(1, inRow(epoch, p), combineInWarp(greatest, greaterMagnitude));
+      });
+      Blocks::meet();
+      const float greatest = told(1, greaterMagnitude);
+      if (threadIdx.x == 0 && blockIdx.x % kBlocks == 0) rows_.scales[row_] = scaleOf(greatest);
+      to_float8 = factorOf(greatest);
+    } else {
+      to_float8 = 1 / *rows_.scale;
+    }
+    forEachPacket([&](uint32_t epoch, uint32_t p) {
+      forNormed(epoch, p, factor,
+                [&](uint32_t, uint32_t chunk, float* values) { storeFloat8(chunk, values, to_float8); });
+    });
+  }
+
+  // Returns whether norm() stores the row's sums instead of take(): the barrier of a cluster, unlike that of a block,
+  // waits for all earlier stores to global memory.
+  PROXYCCL_DEVICE bool storesLate() const { return kBlocks > 1 && rows_.keeps != 0 && rows_.weight != nullptr; }
 
   PROXYCCL_DEVICE float* numbers(uint32_t kind) const {
     return static_cast<float*>(dynamicShared()) + (2 * parity_ + kind) * groups();
