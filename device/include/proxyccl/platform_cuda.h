@@ -92,6 +92,8 @@ PROXYCCL_DEVICE void storeInCluster(float* p, uint32_t block, float value) {
 // A split barrier (arrive, wait) of all threads of the cluster; after the wait, the threads see each other's earlier
 // stores to shared memory.
 PROXYCCL_DEVICE void arriveInCluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// The same arrival, but without ordering earlier stores, for which the driver's barrier would wait.
+PROXYCCL_DEVICE void arriveInClusterRelaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 PROXYCCL_DEVICE void awaitCluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 #endif
 
