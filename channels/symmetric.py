@@ -168,7 +168,7 @@ class SymmetricMemory:
         self._pool: MemoryPool | None = None
         self._pool_changes = -1  # the pool's change count when it was last handled
         self._following = threading.Lock()  # guards `_segments`
-        self._segments: dict[int, Announced | None] = {}  # by number; None for a segment that can't be announced
+        self._segments: dict[int, Announced | None] = {}  # the pool's segments, by number; None: not exportable
         self.freed: deque[int] = deque()
         self._closed = False
         self._mapping = threading.Lock()  # guards `_seen` and `_handled`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -46,9 +47,12 @@ device, and with it the proxy that the device waits for.
 @pytest.fixture(autouse=True, scope="session")
 def _private_directories(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keeps compiled kernels and reports of the test run out of the user's directories. pytest-xdist's workers share
-    the kernels. A cache directory that PROXYCCL_CACHE names is kept for the next run.
+    the kernels. Tests use the directory that PROXYCCL_CACHE names, whose kernels serve later runs too, unless the
+    directory contains measured tables: the library would choose algorithms by these tables.
     """
-    os.environ.setdefault("PROXYCCL_CACHE", str(shared_directory(tmp_path_factory) / "cache"))
+    named = os.environ.get("PROXYCCL_CACHE")
+    if not named or any(Path(named, "tuning").glob("*.json")):
+        os.environ["PROXYCCL_CACHE"] = str(shared_directory(tmp_path_factory) / "cache")
     os.environ["PROXYCCL_REPORT_DIR"] = str(tmp_path_factory.mktemp("reports"))
 
 

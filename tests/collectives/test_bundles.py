@@ -18,7 +18,10 @@ from support.cases.span_calls import COLLECTIVES, SpanCalls
 from support.device_arrays import barrier, on_device, on_host
 from support.running import run_ranks
 
-pytestmark = pytest.mark.host_only(reason="it replaces the host runtime's copies")
+pytestmark = [
+    pytest.mark.host_only(reason="it replaces the host runtime's copies"),
+    pytest.mark.own_proxy(reason="replaces the copies in the ranks' process only"),
+]
 
 RANKS = 3
 _COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)

@@ -164,8 +164,8 @@ def _served(number: int) -> Callable[[socket.socket], None]:
 
 
 class Slot:
-    """A peer's memory at a fixed address. Transfers read its first half, which is filled with `value`, and write its
-    second half, which is filled with `written`.
+    """The expected contents of a range of a peer's memory, and the transfers that were prepared for the range. The peer
+    fills new memory with `value`; transfers read the range's first half, and fill the second half with `written`.
     """
 
     def __init__(self) -> None:
