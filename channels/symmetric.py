@@ -87,7 +87,7 @@ class Announced(Export):
 
 
 class _Handled(Struct):
-    """The state of a peer's entry on this rank."""
+    """This rank's mapping of one entry of a peer's table of announcements."""
 
     version: int = 0  # the entry's version that was handled last
     handle: bytes = b""  # the handle of the mapped memory; b"" if nothing is mapped

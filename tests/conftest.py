@@ -32,10 +32,11 @@ OPEN_MPI = {
 Versions 4 and 5 have different names for it.
 """
 NUMPY = {"OPENBLAS_NUM_THREADS": "1"}
-"""Its own threads would only compete with a test's ranks for the cores."""
+"""Restricts OpenBLAS to one thread, because its threads would compete with a test's ranks for the cores."""
 KERNELS = {"PROXYCCL_CXXFLAGS": "-O0"}
-"""The host runtime's: most are compiled for a few short calls, and g++ takes three times as long with the default -O3.
-`collectives/test_same_bits.py` has a test of those; `make test-all` runs everything with them.
+"""Compiles the host runtime's kernels without optimization: tests make only a few short calls of most kernels, and g++
+takes three times as long with the default -O3. `collectives/test_same_bits.py` uses -O3, and so does a part of
+`make test-all`.
 """
 
 IN_RANKS = {"CUDA_MODULE_LOADING": "EAGER"}

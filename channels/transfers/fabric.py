@@ -33,7 +33,7 @@ from proxyccl.proxy.registrations import Registration
 from proxyccl.proxy.remote_options import FabricOptions
 
 _ADAPTERS = Path("/sys/class/infiniband")
-"""Adapters with RDMA, EFA among them."""
+"""The directory in which the kernel lists adapters with RDMA, including EFA."""
 
 _SOCKETS = frozenset({"tcp", "net", "sockets", "udp"})
 """libfabric's providers over sockets, which are not faster than an agent's own TCP links."""

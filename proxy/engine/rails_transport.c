@@ -118,8 +118,8 @@ static int overlap(uint64_t a, uint64_t a_bytes, uint64_t b, uint64_t b_bytes) {
   return a < b + b_bytes && b < a + a_bytes;
 }
 
-/* Returns whether an operation must follow an earlier part, in that the two could not be exchanged without being
- * noticed. Signals, and values on which a peer may wait, show that all earlier operations are complete. */
+/* Returns whether an operation must not overtake an earlier part, because one of the two ranks could notice the changed
+ * order. Signals, and values on which a peer may wait, show that all earlier operations are complete. */
 static int must_follow(const Operation *later, const Operation *earlier) {
   if (later->kind != PUT && later->kind != GET) return 1;
   if (earlier->kind == SIGNAL) return 0;
@@ -358,9 +358,9 @@ static int read_words(RailsConnection *self, uint32_t number, uint32_t by) {
   return status == 0 ? ask(self, other, &failed->asked) : status;
 }
 
-/* Removes the failed rail's parts that the peer has according to its count and to its signals: a queue pair executes
- * its requests in order. The peer does not know of the parts after them, so that posting these parts again is not
- * noticed. */
+/* Removes the failed rail's parts that were executed at the peer, as its count and its signals show, because a queue
+ * pair executes its requests in order. No count and no signal tells the peer of the later parts, so it can't notice
+ * that they are posted again. */
 static void remove_executed(RailsConnection *self, Rail *failed) {
   const uint64_t executed = self->mail->peer_executed;
   if (executed > failed->first && executed <= failed->last) failed->first = executed;
