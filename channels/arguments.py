@@ -37,8 +37,8 @@ def input_view(group: Group, x: Any, argument: str) -> ArrayView:
 
 
 def readable_view(group: Group, x: Any, argument: str) -> ArrayView:
-    """Views an array that C can't read, such as one of another library or of many dimensions, in a form that C can read.
-    Raises the same errors as `input_view`.
+    """Views an array that C can't read, such as one of another library or of many dimensions, in a form that C can
+    read. Raises the same errors as `input_view`.
     """
     return as_readable(group, input_view(group, x, argument))
 

@@ -1,5 +1,5 @@
-"""Registers a rank's memory for peers on other hosts: with an RDMA adapter, with libfabric, or, for staged transports, as a
-range to which received data is copied.
+"""Registers a rank's memory for peers on other hosts: with an RDMA adapter, with libfabric, or, for staged transports,
+as a range to which received data is copied.
 
 The network adapter writes data to the GPU's memory and then a signal to host memory. The two writes take different
 paths, so a kernel that has read the signal may still read old data, unless the GPU orders both writes. If the GPU does

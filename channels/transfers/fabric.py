@@ -39,8 +39,8 @@ _SOCKETS = frozenset({"tcp", "net", "sockets", "udp"})
 """libfabric's providers over sockets, which are not faster than an agent's own TCP links."""
 
 _agents_at: defaultdict[Place, Iterator[int]] = defaultdict(itertools.count)
-"""Counts, for each pair of a GPU and a NUMA node, the endpoints that this process has opened near them, so that successive
-agents use different network interfaces.
+"""Counts, for each pair of a GPU and a NUMA node, the endpoints that this process has opened near them, so that
+successive agents use different network interfaces.
 """
 
 

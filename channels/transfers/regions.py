@@ -217,8 +217,8 @@ class Regions:
         self._views.clear()
 
     def view(self, kind: str = DRAM, device: int | None = None) -> View:
-        """Returns the currently registered regions whose memory is of the given kind (DRAM or VRAM), on one device, or on
-        all devices if `device` is None. Later registrations do not change the returned view.
+        """Returns the currently registered regions whose memory is of the given kind (DRAM or VRAM), on one device, or
+        on all devices if `device` is None. Later registrations do not change the returned view.
         """
         self._sort()
         view = self._views.get((kind, device))

@@ -242,8 +242,8 @@ def test_close_drains_or_ends_at_once(
 def test_a_service_may_be_closed_while_others_wait_for_its_workers(
     thread: ProxyThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that waits for a worker reads the worker's memory. If another thread closes the worker's service meanwhile,
-    the memory must stay allocated until the first thread has returned.
+    """A thread that waits for a worker reads the worker's memory. If another thread closes the worker's service
+    meanwhile, the memory must stay allocated until the first thread has returned.
     """
     freed: list[object] = []
 
@@ -287,8 +287,8 @@ Help = Callable[[bool], int]
 
 @contextmanager
 def helped_thread(idle: IdlePolicy) -> Iterator[tuple[ProxyThread, Help]]:
-    """Yields a proxy thread and its helper: a function that runs one turn of the proxy's workers on the calling thread, as
-    threads of the host runtime do. The helper's argument says whether the caller waits for the proxy.
+    """Yields a proxy thread and its helper: a function that runs one turn of the proxy's workers on the calling thread,
+    as threads of the host runtime do. The helper's argument says whether the caller waits for the proxy.
     """
     helpers: dict[int, Callable[[int, int], int]] = {}
     helper = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)

@@ -203,7 +203,9 @@ class Lives:
                 slot.transfers = []
             if life > 0:
                 self._agent.remove(self._name)
-            self._agent.add(process.receive())
+            metadata = process.receive()
+            self._agent.add(metadata)
+            self._token = token_of(metadata)
             found = self._live(process, ours)
             fate = self._rng.choice(_FATES)
             if fate == "kill":
@@ -292,7 +294,7 @@ class Lives:
         finding, or "".
         """
         metadata = self._rng.choice(self._metadata)
-        is_of_this_life = token_of(metadata) == self._agent._peers[self._name].token
+        is_of_this_life = token_of(metadata) == self._token
         try:
             self._agent.add(metadata)
         except UnknownAgentError:
