@@ -15,7 +15,7 @@ _MOST = 1 << 14
 is recorded as ended, so further calls displace the oldest ones.
 """
 _ENDED = 2048
-"""How many ended calls of each flow are kept. These are the latest ended calls."""
+"""How many of each flow's latest ended calls are kept."""
 
 _Call = tuple[int, str, Callable[[], bool] | None]
 

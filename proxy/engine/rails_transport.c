@@ -370,8 +370,8 @@ static void remove_executed(RailsConnection *self, Rail *failed) {
   }
 }
 
-/* Posts the failed rail's parts on another rail. They stay in the failed rail's list until all are complete, so that
- * flushes wait for them. */
+/* Posts the failed rail's parts on another rail. The parts stay in the failed rail's list until all are complete, so
+ * that flushes wait for these parts. */
 static int move(RailsConnection *self, Rail *failed, uint32_t by) {
   for (; failed->next != failed->last; ++failed->next) {
     if (!has_room(&self->rails[by])) return 0;
@@ -384,8 +384,8 @@ static int move(RailsConnection *self, Rail *failed, uint32_t by) {
   return 0;
 }
 
-/* Returns whether no rail that is recovering failed later. A rail that fails may hold parts that were moved to it. They
- * must be moved on before the rail from which they came moves its next parts. */
+/* Returns whether no rail that is recovering failed later. A rail that fails may hold parts that were moved to it from
+ * another failed rail. The parts must be moved on before the other rail moves its next parts. */
 static int is_last_failed(const RailsConnection *self, const Rail *rail) {
   for (uint32_t i = 0; i < self->count; ++i)
     if (is_recovering(&self->rails[i]) && self->rails[i].turn > rail->turn) return 0;
