@@ -317,7 +317,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         self.calls.threads.await_calls(time.monotonic() + self._timeout.total_seconds())
         with torch_errors():
             for communicator in self.endpoints.in_order():
-                if not communicator.suspended:  # an earlier call may have suspended only some
+                if not communicator.suspended:  # as after an earlier call that failed on another communicator
                     communicator.suspend(save=save)
 
     def resume(self) -> None:
