@@ -15,7 +15,7 @@ _MOST = 1 << 14
 is recorded as ended, so further calls displace the oldest ones.
 """
 _ENDED = 2048
-"""How many of each flow's latest ended calls are kept."""
+"""The number of ended calls, the latest ones, that are kept for each flow."""
 
 _Call = tuple[int, str, Callable[[], bool] | None]
 
