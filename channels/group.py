@@ -88,8 +88,14 @@ class _Blocks(Message, frozen=True):
 
 
 _BLOCKS = Codec(_Blocks, 16 << 20, name="suspended blocks")
-_SUSPEND, _SUSPEND_WITHOUT_SAVING = "suspend", "suspend(save=False)"
-register_names(_SUSPEND, _SUSPEND_WITHOUT_SAVING)
+_SUSPENDS = {
+    (True, False): "suspend",
+    (False, False): "suspend(save=False)",
+    (True, True): "suspend(resume_on_call=True)",
+    (False, True): "suspend(save=False, resume_on_call=True)",
+}
+"""The names of `suspend` in the call log, by `save` and `resume_on_call`."""
+register_names(*_SUSPENDS.values())
 
 
 def _of_ranks(reasons: list[str]) -> str:
@@ -454,7 +460,7 @@ class Group:
 
     # -- giving memory back for a while ---
 
-    def suspend(self, *, save: bool) -> None:
+    def suspend(self, *, save: bool, resume_on_call: bool) -> None:
         """Gives this group's device memory back on all ranks, which call this together. See `Communicator.suspend`."""
         self.failure.require_usable()
         if not self.device_memory.suspendable:
@@ -464,7 +470,7 @@ class Group:
             )
         if self.topology.has_remote_pairs():
             raise RuntimeUnavailableError("suspend: memory that network devices have registered can't be given back")
-        self.launches.agree(CollectiveCall(_SUSPEND if save else _SUSPEND_WITHOUT_SAVING))
+        self.launches.agree(CollectiveCall(_SUSPENDS[save, resume_on_call]))
         self.failure.suspend()
         with contextlib.ExitStack() as undo:
             undo.callback(self._wake)
@@ -493,6 +499,8 @@ class Group:
             self._set_mapped(every, False)
             self.exchange.barrier("suspend: all ranks have unmapped it")
             self.device_memory.suspend()
+        if resume_on_call:
+            self.failure.resume_on_call = self.resume
 
     def resume(self) -> None:
         """Undoes `suspend` on all ranks, which call this together. See `Communicator.resume`."""

@@ -164,7 +164,7 @@ class Launches:
         issue = self.log.issue if isinstance(launch, Launch) else self.log.ring
         with self._lock:
             if self._failure.state != "open":
-                self._failure.require_usable()  # C checks the abort word in addition
+                self._failure.require_awake()  # C checks the abort word in addition
             handle = self._handle_of(stream)
             status = issue(call, launch.prepared, handle)
             if status == lib.PROXYCCL_OTHER_CONTEXT:
@@ -308,7 +308,7 @@ class Launches:
 
     def _turn(self, stream: StreamLike) -> int:
         """Orders a stream after the latest launch, and returns the stream's handle. C calls this with the lock held."""
-        self._failure.require_usable()
+        self._failure.require_awake()
         return self._next_stream(stream)
 
     def _see_turns(self) -> None:

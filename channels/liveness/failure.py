@@ -70,6 +70,8 @@ class FailureState:
 
     Attributes:
         state: "opening", "open", "suspended" or "closed". A suspended group fails, and can be closed, like an open one.
+        resume_on_call: resumes the suspended group for a call that all ranks make; None if such calls raise
+            SuspendedError.
         cause: a text about this rank's own failure, for the exception on this rank.
         observer: the callbacks for failures, which do nothing before `watch`.
     """
@@ -79,6 +81,7 @@ class FailureState:
         self._parent = parent
         self._control = control
         self.state = "opening"
+        self.resume_on_call: Callable[[], None] | None = None
         self._process = forks.here()
         self._watcher: Watcher | None = None
         self._stopped_proxy: Callable[[], str] = str
@@ -105,6 +108,7 @@ class FailureState:
         self.state = "suspended"
 
     def resume(self) -> None:
+        self.resume_on_call = None
         if self.state == "suspended":  # another thread may have closed the group
             self.state = "open"
 
@@ -156,6 +160,14 @@ class FailureState:
             raise self.exception()
         if self.state == "suspended":
             raise SuspendedError("the communicator is suspended; expected resume on all ranks before this call")
+
+    def require_awake(self) -> None:
+        """Checks the group for a call that all ranks make: like `require_usable`, but first resumes a group that was
+        suspended with `resume_on_call`. Also raises the errors of `Group.resume`.
+        """
+        if self.state == "suspended" and self.resume_on_call is not None:
+            self.resume_on_call()
+        self.require_usable()
 
     def exception(self) -> CommunicatorError:
         """After a rank has failed, returns a new copy of the group's failure. If the failure is a signal handler's

@@ -215,6 +215,124 @@ def test_calls_of_a_suspended_communicator_are_refused_before_anything_moves() -
         ranks.run(body)
 
 
+def collectives(comm: Communicator, array: Any) -> dict[str, Callable[[], object]]:
+    """Returns calls that all ranks make, each of which adds nothing to `array`, which is all zeros."""
+    ranks, x, out = comm.world_size, np.ones(4, np.float32), np.zeros(4, np.float32)
+    halves = np.ones((2, 8), np.float16)
+
+    def norm() -> object:
+        return comm.all_reduce_rms_norm(halves, halves, np.ones(8, np.float16), 1e-6)
+
+    return {
+        "all_reduce": lambda: comm.all_reduce(x, out=out),
+        "all_reduce of a suspended array": lambda: comm.all_reduce(array),
+        "all_gather to a new array": lambda: comm.all_gather(x),
+        "all_to_all_v": lambda: comm.all_to_all_v(np.ones(ranks), [1] * ranks, [1] * ranks),
+        "barrier": comm.barrier,
+        "broadcast of a suspended array": lambda: comm.broadcast(array, 0),
+        "gather": lambda: comm.gather(x, 0),
+        "norm": norm,
+        "scatter": lambda: comm.scatter(np.ones(ranks) if comm.rank == 0 else None, 0, out=np.zeros(1)),
+    }
+
+
+@pytest.mark.daemon
+@pytest.mark.parametrize("proxy", ["thread", "process"])
+def test_collectives_resume_a_communicator_if_asked_for(proxy: str) -> None:
+    def body(comm: Communicator) -> None:
+        array = comm.empty(MIB, "float32").fill(0)
+        for name, call in collectives(comm, array).items():
+            for turn in range(3):  # the first call prepares what the later calls use
+                comm.suspend(save=turn != 1, resume_on_call=True)
+                call()
+                assert not comm.suspended, name
+                assert not array.numpy().any()
+        comm.suspend()
+        with pytest.raises(SuspendedError):  # each `suspend` asks anew
+            comm.barrier()
+        comm.resume()
+
+    with Ranks(3, suspendable=True, proxy=proxy) as ranks:
+        ranks.run(body)
+
+
+def test_a_collective_of_one_rank_meets_the_resume_of_another() -> None:
+    def body(comm: Communicator) -> None:
+        x = np.ones(8, np.float32)
+        for resuming in (0, 1):
+            comm.suspend(resume_on_call=True)
+            if comm.rank == resuming:
+                comm.resume()
+            comm.all_reduce(x)
+        assert set(x) == {4.0}
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+def test_calls_of_layers_resume_their_communicator_if_asked_for() -> None:
+    def body(comm: Communicator) -> None:
+        ranks, tokens, hidden = comm.world_size, 256, 1024
+        layer = EPAll2AllLayer(comm, tokens, hidden, 1, comm.rank, ranks, ranks, ranks, dtype="float32")
+        given = np.random.default_rng(comm.rank).standard_normal((tokens, hidden)).astype(np.float32)
+        ids = (np.arange(tokens, dtype=np.int32) % ranks)[:, None]
+        for _ in range(3):
+            comm.suspend(save=False, resume_on_call=True)
+            with pytest.raises(SuspendedError):  # not all ranks need make this call
+                layer.ctx.reallocate_dispatch_output_buf(8)
+            rows, _, desc = layer.dispatch(on_device(comm, given), on_device(comm, ids))
+            comm.suspend(resume_on_call=True)
+            assert np.array_equal(on_host(layer.combine(rows, desc)), given)
+            del rows, desc
+            comm.suspend(resume_on_call=True)
+            layer.ep_barrier_all()
+        layer.finalize()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+def test_calls_that_not_all_ranks_make_never_resume() -> None:
+    def body(comm: Communicator) -> None:
+        x, array = np.ones(8, np.float32), comm.empty(MIB, "float32")
+        window, peer = comm.window(array), 1 - comm.rank
+        comm.prepare_transfers()
+        comm.suspend(resume_on_call=True)
+        calls: list[Callable[[], object]] = [
+            lambda: comm.send(x, peer),
+            lambda: comm.recv(x, peer),
+            lambda: window.put(x, peer),
+            lambda: window.signal(peer),
+            lambda: comm.empty(8),
+            lambda: comm.register(x),
+            lambda: comm.split([comm.rank]),
+            lambda: comm.suspend(resume_on_call=True),
+            array.numpy,
+        ]
+        if comm.rank == 0:  # the other rank makes none of the calls
+            for call in calls:
+                with pytest.raises(SuspendedError):
+                    call()
+        assert comm.suspended
+        comm.barrier()
+        array.fill(1)
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+def test_a_collective_of_a_suspended_communicator_that_failed_raises_the_failure() -> None:
+    def body(comm: Communicator) -> None:
+        comm.suspend(resume_on_call=True)
+        if comm.rank == 1:
+            comm.abort("a reason")
+        with pytest.raises(AbortedError, match="a reason"):
+            comm.barrier()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
 @pytest.mark.parametrize("proxy", ["thread", "process"])
 def test_a_message_sent_before_is_received_afterwards(proxy: str) -> None:
     def body(comm: Communicator) -> None:
@@ -316,12 +434,13 @@ def test_memory_that_could_not_be_mapped_at_resume_is_mapped_later(monkeypatch: 
         ranks.run(body)
 
 
-@pytest.mark.parametrize("save", [None, [], 0, "no", np.True_])
-def test_save_must_be_a_bool(save: Any) -> None:
+@pytest.mark.parametrize("name", ["save", "resume_on_call"])
+@pytest.mark.parametrize("value", [None, [], 0, "no", np.True_])
+def test_arguments_must_be_bools(name: str, value: Any) -> None:
     def body(comm: Communicator) -> None:
         array = comm.empty(MIB, "float32").fill(1)
-        with pytest.raises(ArgumentError, match="save: must be True or False"):
-            comm.suspend(save=save)
+        with pytest.raises(ArgumentError, match=f"{name}: must be True or False"):
+            comm.suspend(**{name: value})
         assert not comm.suspended
         assert array.numpy().all()
 
@@ -333,6 +452,7 @@ def test_save_must_be_a_bool(save: Any) -> None:
     ("call", "text"),
     [
         (lambda comm: comm.suspend(save=False), r"suspend\(save=False\)"),
+        (lambda comm: comm.suspend(resume_on_call=True), r"suspend\(resume_on_call=True\)"),
         (lambda comm: comm.all_reduce(np.ones(8, np.float32)), "all_reduce"),
         (lambda comm: comm.register(comm.empty(8)), "register"),
     ],
@@ -369,10 +489,13 @@ def test_ranks_agree_on_whether_they_may_be_suspended() -> None:
 
 
 @pytest.mark.parametrize("function", ["resume", "allocate_pinned"])
-def test_without_memory_to_resume_all_ranks_stay_suspended(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("resume", [Communicator.resume, Communicator.barrier])
+def test_without_memory_to_resume_all_ranks_stay_suspended(
+    resume: Callable[[Communicator], None], function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def body(comm: Communicator) -> None:
         array = comm.empty(MIB, "float32").upload(np.full(MIB, 3.0, np.float32))
-        comm.suspend()
+        comm.suspend(resume_on_call=True)
         memory = comm.group.device_memory
         if comm.rank == 1:
             with monkeypatch.context() as patched:
@@ -382,13 +505,13 @@ def test_without_memory_to_resume_all_ranks_stay_suspended(function: str, monkey
 
                 patched.setattr(comm.runtime, function, full)
                 with pytest.raises(ResourceError, match="rank 1: the device is full"):
-                    comm.resume()
+                    resume(comm)
         else:
             with pytest.raises(ResourceError, match="rank 1: the device is full"):
-                comm.resume()
+                resume(comm)
         assert comm.suspended
         assert memory.usage()["arrays"] == pages(comm) == 0
-        comm.resume()
+        resume(comm)
         assert set(array.numpy()) == {3.0}
 
     with Ranks(2, suspendable=True) as ranks:
