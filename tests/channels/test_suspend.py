@@ -23,6 +23,7 @@ from proxyccl import (
     RuntimeUnavailableError,
     SuspendedError,
 )
+from proxyccl.channels.pinned_memory import PinnedRange
 from proxyccl.proxy.daemon.choice import ChosenDaemon
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.daemon.connection import DaemonConnection
@@ -407,8 +408,9 @@ def test_memory_that_could_not_be_mapped_at_resume_is_mapped_later(monkeypatch: 
     ask, refuses = DaemonConnection.ask, threading.Event()
 
     def refusing(self: DaemonConnection, function: Any, *arguments: Any) -> Any:
-        if refuses.is_set() and function is SessionService.add_memory and arguments[1] == array_bytes:
-            raise ArgumentError("handle", "names memory that its owner has suspended")
+        is_array = function is SessionService.add_memory and arguments[1] == array_bytes
+        if refuses.is_set() and (is_array or function is SessionService.add_pinned_memory):
+            raise ArgumentError("handle", "names memory that its owner has suspended or freed")
         return ask(self, function, *arguments)
 
     array_bytes = 3 * MIB
@@ -416,6 +418,8 @@ def test_memory_that_could_not_be_mapped_at_resume_is_mapped_later(monkeypatch: 
     def body(comm: Communicator) -> None:
         array = comm.empty(array_bytes // 4, "float32").fill(1)
         comm.register(array)
+        pinned = PinnedRange(comm.group, 4096)
+        assert pinned.source_id(1 - comm.rank) != pinned.peer_id(1 - comm.rank)
         comm.all_reduce(array, algorithm="proxy")
         comm.suspend()
         refuses.set()
@@ -428,6 +432,7 @@ def test_memory_that_could_not_be_mapped_at_resume_is_mapped_later(monkeypatch: 
         barrier(comm)
         comm.all_reduce(array, algorithm="proxy")
         assert set(array.numpy()) == {4.0}
+        comm.group.keep(pinned)
 
     monkeypatch.setattr(DaemonConnection, "ask", refusing)
     with Ranks(2, suspendable=True, proxy="process") as ranks:
