@@ -762,7 +762,8 @@ class Communicator(CollectiveCalls):
                 communicator that has a rank in another process. The communicator stays usable.
             SuspendedError: the communicator is suspended already.
             MismatchError: a rank makes another call, or passes different arguments. No memory was given back.
-            ResourceError: too little host memory is left for the contents. The communicator has failed.
+            ResourceError: a rank has too little host memory for the contents. All ranks raise this error, no memory was
+                given back, and the communicator stays usable.
             CommunicatorError: a rank failed during the call.
         """
         for name, value in (("save", save), ("resume_on_call", resume_on_call)):

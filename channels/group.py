@@ -85,6 +85,7 @@ class _Blocks(Message, frozen=True):
     process: bytes
     bases: list[Uint64]
     lack: str = ""
+    saved: Uint64 = 0  # bytes of host memory that the rank needs for saved contents
 
 
 _BLOCKS = Codec(_Blocks, 16 << 20, name="suspended blocks")
@@ -481,20 +482,28 @@ class Group:
                 self.synchronize()
                 self.links.drain()
                 processes = {rank.process.token for rank in self.topology.ranks}
-                refusal = self.device_memory.claim(processes)
-                own = _Blocks(forks.here().token, self.device_memory.open_blocks(), refusal)
+                refusal, saved = self.device_memory.claim(processes), self.device_memory.saved_bytes(arrays=save)
+                own = _Blocks(forks.here().token, self.device_memory.open_blocks(), refusal, saved)
                 every = self.exchange.all_gather(own, _BLOCKS, "suspend: all work is done")
                 refusals = [blocks.lack for blocks in every]
+                lacks: list[str] = []
                 if not any(refusals):
-                    for other in groups_beyond(processes):
-                        other.symmetric.withdraw_if(lambda announced: self.device_memory.has_chosen(announced.start))
                     self.symmetric.update(wait=True)  # maps all announced memory: suspended memory can't be mapped
-                    self.exchange.barrier("suspend: all announced memory is mapped")
+                    lack = ""
+                    try:
+                        self.device_memory.save(arrays=save, of_host=sum(blocks.saved for blocks in every))
+                    except ResourceError as error:
+                        lack = str(error)
+                    told = self.exchange.all_gather_bytes(lack.encode(), "suspend: contents are saved")
+                    lacks = [each.decode() for each in told]
             if any(refusals):
                 raise ArgumentError("memory", f"suspend: {_of_ranks(refusals)}")
+            if any(lacks):
+                raise ResourceError(f"suspend: the communicator stays usable; {_of_ranks(lacks)}")
             undo.pop_all()
         with self._failing("suspend"):
-            self.device_memory.save(arrays=save)
+            for other in groups_beyond(processes):
+                other.symmetric.withdraw_if(lambda announced: self.device_memory.has_chosen(announced.start))
             self.links.suspend()
             self._set_mapped(every, False)
             self.exchange.barrier("suspend: all ranks have unmapped it")

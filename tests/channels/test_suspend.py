@@ -23,6 +23,7 @@ from proxyccl import (
     RuntimeUnavailableError,
     SuspendedError,
 )
+from proxyccl.channels import device_memory
 from proxyccl.channels.pinned_memory import PinnedRange
 from proxyccl.proxy.daemon.choice import ChosenDaemon
 from proxyccl.proxy.daemon.client import DaemonClient
@@ -519,6 +520,40 @@ def test_without_memory_to_resume_all_ranks_stay_suspended(
         resume(comm)
         assert set(array.numpy()) == {3.0}
 
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_without_host_memory_for_contents_all_ranks_stay_awake(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Communicator) -> None:
+        array = comm.empty(MIB, "float32").upload(np.full(MIB, 3.0, np.float32))
+
+        def full(_: object) -> None:
+            raise ResourceError("nothing can be pinned")
+
+        for _ in range(2):
+            with monkeypatch.context() as patched:
+                if pinned and comm.rank == 1:
+                    patched.setattr(comm.runtime, "allocate_pinned", full)
+                with pytest.raises(ResourceError, match=expected):
+                    comm.suspend(resume_on_call=True)
+            assert not comm.suspended
+            assert set(array.numpy()) == {3.0}
+            assert set(comm.all_reduce(array, out=comm.empty(MIB, "float32")).numpy()) == {6.0}
+        if pinned:
+            comm.suspend()
+            comm.resume()
+        else:
+            comm.suspend(save=False)
+            comm.resume()
+            array.fill(3)
+        assert set(array.numpy()) == {3.0}
+
+    expected = "stays usable; rank 1: nothing can be pinned$"
+    if not pinned:
+        expected = r"rank 0: the ranks' contents have \d+ bytes, and the host has 7340032 bytes left; rank 1: "
+        monkeypatch.setattr(device_memory, "free_memory", lambda: 7 * MIB)
     with Ranks(2, suspendable=True) as ranks:
         ranks.run(body)
 
