@@ -509,7 +509,15 @@ class Group:
             self.exchange.barrier("suspend: all ranks have unmapped it")
             self.device_memory.suspend()
         if resume_on_call:
-            self.failure.resume_on_call = self.resume
+            self.failure.resume_on_call = self._resume_for_call
+
+    def _resume_for_call(self) -> None:
+        """Resumes the group, unless the calling thread captures a graph: the copies of saved contents can't be captured."""
+        try:
+            self.runtime.stream_handle(None)
+        except ArgumentError:  # raised while the thread captures a stream
+            return
+        self.resume()
 
     def resume(self) -> None:
         """Undoes `suspend` on all ranks, which call this together. See `Communicator.resume`."""

@@ -163,7 +163,7 @@ class FailureState:
 
     def require_awake(self) -> None:
         """Checks the group for a call that all ranks make: like `require_usable`, but first resumes a group that was
-        suspended with `resume_on_call`. Also raises the errors of `Group.resume`.
+        suspended with `resume_on_call`, except in a capture. Also raises the errors of `Group.resume`.
         """
         if self.state == "suspended" and self.resume_on_call is not None:
             self.resume_on_call()

@@ -294,6 +294,23 @@ def test_calls_of_layers_resume_their_communicator_if_asked_for() -> None:
         ranks.run(body)
 
 
+def test_a_captured_call_does_not_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Communicator) -> None:
+        def refuse(_: object) -> NoReturn:  # as a GPU's runtime while torch captures a stream
+            raise ArgumentError("stream", "this thread captures another stream")
+
+        comm.suspend(resume_on_call=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(comm.runtime, "stream_handle", refuse)
+            with pytest.raises(SuspendedError):
+                comm.all_reduce(np.ones(4, np.float32))
+        assert comm.suspended
+        comm.barrier()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
 def test_calls_that_not_all_ranks_make_never_resume() -> None:
     def body(comm: Communicator) -> None:
         x, array = np.ones(8, np.float32), comm.empty(MIB, "float32")
