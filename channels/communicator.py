@@ -758,8 +758,8 @@ class Communicator(CollectiveCalls):
         Raises:
             RuntimeUnavailableError: the communicator was not made with `suspendable`, or remote transports connect some
                 of its ranks.
-            ArgumentError: `save` or `resume_on_call` is not a bool; or a rank has registered one of the arrays with an agent, or with a
-                communicator that has a rank in another process. The communicator stays usable.
+            ArgumentError: `save` or `resume_on_call` is not a bool; or a rank has registered one of the arrays with an
+                agent, or with a communicator that has a rank in another process. The communicator stays usable.
             SuspendedError: the communicator is suspended already.
             MismatchError: a rank makes another call, or passes different arguments. No memory was given back.
             ResourceError: a rank has too little host memory for the contents. All ranks raise this error, no memory was

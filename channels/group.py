@@ -512,7 +512,7 @@ class Group:
             self.failure.resume_on_call = self._resume_for_call
 
     def _resume_for_call(self) -> None:
-        """Resumes the group, unless the calling thread captures a graph: the copies of saved contents can't be captured."""
+        """Resumes the group, unless the calling thread captures a graph: saved contents are not copied in a graph."""
         try:
             self.runtime.stream_handle(None)
         except ArgumentError:  # raised while the thread captures a stream
