@@ -751,9 +751,9 @@ class Communicator(CollectiveCalls):
             save: whether to keep the contents of `empty` arrays and of experts' outputs, in host memory. If False,
                 their contents are undefined after `resume`. The same on all ranks.
             resume_on_call: whether collectives and the calls of expert layers first resume the communicator, with the
-                errors of `resume`. Other ranks may meanwhile make the same call or call `resume`. All other calls raise
-                SuspendedError, because they need not be made by all ranks: transfers between pairs of ranks, windows,
-                and calls that set up memory, channels or communicators. The same on all ranks.
+                errors of `resume`. Other ranks may meanwhile make the same call or call `resume`. All other calls still
+                raise SuspendedError: captured calls, transfers between pairs of ranks, calls of windows, and calls that
+                set up memory, channels or communicators. The same on all ranks.
 
         Raises:
             RuntimeUnavailableError: the communicator was not made with `suspendable`, or remote transports connect some

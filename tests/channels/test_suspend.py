@@ -282,6 +282,8 @@ def test_calls_of_layers_resume_their_communicator_if_asked_for() -> None:
             comm.suspend(save=False, resume_on_call=True)
             with pytest.raises(SuspendedError):  # not all ranks need make this call
                 layer.ctx.reallocate_dispatch_output_buf(8)
+            with pytest.raises(SuspendedError):
+                layer.check()
             rows, _, desc = layer.dispatch(on_device(comm, given), on_device(comm, ids))
             comm.suspend(resume_on_call=True)
             assert np.array_equal(on_host(layer.combine(rows, desc)), given)
