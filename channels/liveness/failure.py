@@ -222,22 +222,14 @@ class FailureState:
 
     def file_mismatch(
         self, peer: int, cause: Callable[[str, str], str], field: int = CALL_FIELDS.index(DIFFERENT_CALL)
-    ) -> CommunicatorError:
-        """Makes the group fail because a peer's call differs from this rank's call. Returns the exception to raise.
+    ) -> None:
+        """Makes the group fail because a peer's call differs from this rank's call. Does not wait, because the
+        watcher's thread calls this method too.
 
         Args:
             cause: returns a text that describes both calls. The two arguments are the words for this rank in the text:
                 "this rank" and "here" in this rank's error, "rank N" and "on rank N" in other ranks' errors.
             field: the index in CALL_FIELDS of the argument that differs.
-        """
-        self.note_mismatch(peer, cause, field)
-        return self.exception()
-
-    def note_mismatch(
-        self, peer: int, cause: Callable[[str, str], str], field: int = CALL_FIELDS.index(DIFFERENT_CALL)
-    ) -> None:
-        """Makes the group fail as `file_mismatch` does, but returns nothing. The watcher's thread calls this instead of
-        `file_mismatch`, because `exception` waits for a report that this thread writes.
         """
         name = f"rank {self._rank}"
         self.cause, elsewhere = cause("this rank", "here"), bounded(cause(name, f"on {name}"))
