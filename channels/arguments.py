@@ -18,12 +18,12 @@ from proxyccl.device.errors import ArgumentError
 
 
 def input_view(group: Group, x: Any, argument: str) -> ArrayView:
-    """Returns a view of an argument of a call.
+    """Returns a view of an argument of a call. Calls that not all ranks make check the group before they call this.
 
     Raises:
         ArgumentError: the group can't use the array, because it is on another device or not aligned to its elements.
     """
-    group.failure.require_usable()
+    group.failure.require_awake()
     runtime = group.runtime
     view = as_view(x, argument, gpu=runtime.name)
     here = f"the communicator uses {runtime.name}:{runtime.device}"

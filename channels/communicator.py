@@ -730,7 +730,7 @@ class Communicator(CollectiveCalls):
         """Whether the communicator is suspended."""
         return self._group.failure.suspended
 
-    def suspend(self, *, save: bool = True) -> None:
+    def suspend(self, *, save: bool = True, resume_on_call: bool = False) -> None:
         """Gives the communicator's device memory back to the device until `resume`. All ranks call this together.
 
         The call waits for all work of the ranks' devices, and then frees the library's scratch memory, the workspaces
@@ -741,6 +741,7 @@ class Communicator(CollectiveCalls):
         calls have made stay on the device, as do arrays of other libraries, such as registered torch tensors.
 
         While a communicator is suspended, its calls raise SuspendedError, and so does every use of its `empty` arrays.
+        With `resume_on_call`, the first collective or call of an expert layer resumes the communicator instead.
         Neither graphs, kernels of the program nor views of the arrays, such as torch tensors, may then use the
         communicator's memory, and nothing checks this. The communicator can be closed. A rank that ends
         makes the communicator fail, as always. Communicators that were split from this one are not suspended with it,
@@ -749,20 +750,26 @@ class Communicator(CollectiveCalls):
         Args:
             save: whether to keep the contents of `empty` arrays and of experts' outputs, in host memory. If False,
                 their contents are undefined after `resume`. The same on all ranks.
+            resume_on_call: whether collectives and the calls of expert layers first resume the communicator, with the
+                errors of `resume`. Other ranks may meanwhile make the same call or call `resume`. All other calls still
+                raise SuspendedError: captured calls, transfers between pairs of ranks, calls of windows, and calls that
+                set up memory, channels or communicators. The same on all ranks.
 
         Raises:
             RuntimeUnavailableError: the communicator was not made with `suspendable`, or remote transports connect some
                 of its ranks.
-            ArgumentError: `save` is not a bool; or a rank has registered one of the arrays with an agent, or with a
-                communicator that has a rank in another process. The communicator stays usable.
+            ArgumentError: `save` or `resume_on_call` is not a bool; or a rank has registered one of the arrays with an
+                agent, or with a communicator that has a rank in another process. The communicator stays usable.
             SuspendedError: the communicator is suspended already.
-            MismatchError: a rank makes another call, or passes a different `save`. No memory was given back.
-            ResourceError: too little host memory is left for the contents. The communicator has failed.
+            MismatchError: a rank makes another call, or passes different arguments. No memory was given back.
+            ResourceError: a rank has too little host memory for the contents. All ranks raise this error, no memory was
+                given back, and the communicator stays usable.
             CommunicatorError: a rank failed during the call.
         """
-        if save is not True and save is not False:  # a wrong value that counts as false would lose the contents
-            raise ArgumentError("save", f"must be True or False, not {save!r}")
-        self._group.suspend(save=save)
+        for name, value in (("save", save), ("resume_on_call", resume_on_call)):
+            if value is not True and value is not False:  # a wrong `save` that counts as false would lose the contents
+                raise ArgumentError(name, f"must be True or False, not {value!r}")
+        self._group.suspend(save=save, resume_on_call=resume_on_call)
 
     def resume(self) -> None:
         """Allocates device memory again at the same addresses, after `suspend`. All ranks call this together.

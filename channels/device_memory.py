@@ -14,6 +14,7 @@ from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.memory.host_copies import Copy, allocate_host, copy_with_host
+from proxyccl.device.memory.machine_memory import free_memory
 from proxyccl.device.runtime import Memory, Runtime
 
 _LEAST_BLOCK = 1 << 20
@@ -160,10 +161,20 @@ class DeviceMemory:
         """Returns whether an address lies in a chosen block."""
         return any(0 <= ptr - each.memory.ptr < each.memory.nbytes for each in self._chosen)
 
-    def save(self, *, arrays: bool) -> None:
-        """Copies what must survive `suspend` to host memory. `arrays`: whether to copy the contents of arrays and of
-        experts' outputs too.
+    def saved_bytes(self, *, arrays: bool) -> int:
+        """Returns the number of bytes of host memory that `save` needs."""
+        return sum(nbytes for each in self._chosen for _, nbytes in _kept(each.memory, each.piece, arrays))
+
+    def save(self, *, arrays: bool, of_host: int) -> None:
+        """Copies what must survive `suspend` to host memory. Raises ResourceError if too little host memory is free, or
+        can be pinned for the copies.
+
+        Args:
+            arrays: whether to copy the contents of arrays and of experts' outputs too.
+            of_host: the sum of the `saved_bytes` of all ranks, which share the host.
         """
+        if of_host > (left := free_memory()):  # Linux would kill a process instead of refusing pages
+            raise ResourceError(f"the ranks' contents have {of_host} bytes, and the host has {left} bytes left")
         for each in self._chosen:
             parts = _kept(each.memory, each.piece, arrays)
             each.saved = [(offset, allocate_host(nbytes)) for offset, nbytes in parts]

@@ -85,11 +85,18 @@ class _Blocks(Message, frozen=True):
     process: bytes
     bases: list[Uint64]
     lack: str = ""
+    saved: Uint64 = 0  # bytes of host memory that the rank needs for saved contents
 
 
 _BLOCKS = Codec(_Blocks, 16 << 20, name="suspended blocks")
-_SUSPEND, _SUSPEND_WITHOUT_SAVING = "suspend", "suspend(save=False)"
-register_names(_SUSPEND, _SUSPEND_WITHOUT_SAVING)
+_SUSPENDS = {
+    (True, False): "suspend",
+    (False, False): "suspend(save=False)",
+    (True, True): "suspend(resume_on_call=True)",
+    (False, True): "suspend(save=False, resume_on_call=True)",
+}
+"""The names of `suspend` in the call log, by `save` and `resume_on_call`."""
+register_names(*_SUSPENDS.values())
 
 
 def _of_ranks(reasons: list[str]) -> str:
@@ -454,7 +461,7 @@ class Group:
 
     # -- giving memory back for a while ---
 
-    def suspend(self, *, save: bool) -> None:
+    def suspend(self, *, save: bool, resume_on_call: bool) -> None:
         """Gives this group's device memory back on all ranks, which call this together. See `Communicator.suspend`."""
         self.failure.require_usable()
         if not self.device_memory.suspendable:
@@ -464,7 +471,7 @@ class Group:
             )
         if self.topology.has_remote_pairs():
             raise RuntimeUnavailableError("suspend: memory that network devices have registered can't be given back")
-        self.launches.agree(CollectiveCall(_SUSPEND if save else _SUSPEND_WITHOUT_SAVING))
+        self.launches.agree(CollectiveCall(_SUSPENDS[save, resume_on_call]))
         self.failure.suspend()
         with contextlib.ExitStack() as undo:
             undo.callback(self._wake)
@@ -475,24 +482,42 @@ class Group:
                 self.synchronize()
                 self.links.drain()
                 processes = {rank.process.token for rank in self.topology.ranks}
-                refusal = self.device_memory.claim(processes)
-                own = _Blocks(forks.here().token, self.device_memory.open_blocks(), refusal)
+                refusal, saved = self.device_memory.claim(processes), self.device_memory.saved_bytes(arrays=save)
+                own = _Blocks(forks.here().token, self.device_memory.open_blocks(), refusal, saved)
                 every = self.exchange.all_gather(own, _BLOCKS, "suspend: all work is done")
                 refusals = [blocks.lack for blocks in every]
+                lacks: list[str] = []
                 if not any(refusals):
-                    for other in groups_beyond(processes):
-                        other.symmetric.withdraw_if(lambda announced: self.device_memory.has_chosen(announced.start))
                     self.symmetric.update(wait=True)  # maps all announced memory: suspended memory can't be mapped
-                    self.exchange.barrier("suspend: all announced memory is mapped")
+                    lack = ""
+                    try:
+                        self.device_memory.save(arrays=save, of_host=sum(blocks.saved for blocks in every))
+                    except ResourceError as error:
+                        lack = str(error)
+                    told = self.exchange.all_gather_bytes(lack.encode(), "suspend: contents are saved")
+                    lacks = [each.decode() for each in told]
             if any(refusals):
                 raise ArgumentError("memory", f"suspend: {_of_ranks(refusals)}")
+            if any(lacks):
+                raise ResourceError(f"suspend: the communicator stays usable; {_of_ranks(lacks)}")
             undo.pop_all()
         with self._failing("suspend"):
-            self.device_memory.save(arrays=save)
+            for other in groups_beyond(processes):
+                other.symmetric.withdraw_if(lambda announced: self.device_memory.has_chosen(announced.start))
             self.links.suspend()
             self._set_mapped(every, False)
             self.exchange.barrier("suspend: all ranks have unmapped it")
             self.device_memory.suspend()
+        if resume_on_call:
+            self.failure.resume_on_call = self._resume_for_call
+
+    def _resume_for_call(self) -> None:
+        """Resumes the group, unless the calling thread captures a graph: saved contents are not copied in a graph."""
+        try:
+            self.runtime.stream_handle(None)
+        except ArgumentError:  # raised while the thread captures a stream
+            return
+        self.resume()
 
     def resume(self) -> None:
         """Undoes `suspend` on all ranks, which call this together. See `Communicator.resume`."""

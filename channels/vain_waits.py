@@ -68,4 +68,4 @@ class VainWaits:
     def _note(self, peer: int) -> None:
         ((_, call),) = self._launches.recent_calls(1) or [(0, {"collective": "a collective"})]
         what = f"calls {call['collective']}, and rank {peer} has closed the communicator or ended its program"
-        self._failure.note_mismatch(peer, lambda this_rank, _: f"{this_rank} {what}")
+        self._failure.file_mismatch(peer, lambda this_rank, _: f"{this_rank} {what}")

@@ -164,7 +164,7 @@ class Launches:
         issue = self.log.issue if isinstance(launch, Launch) else self.log.ring
         with self._lock:
             if self._failure.state != "open":
-                self._failure.require_usable()  # C checks the abort word in addition
+                self._failure.require_awake()  # C checks the abort word in addition
             handle = self._handle_of(stream)
             status = issue(call, launch.prepared, handle)
             if status == lib.PROXYCCL_OTHER_CONTEXT:
@@ -259,10 +259,10 @@ class Launches:
     def _check(self, status: int, call: Any) -> None:
         if status == CALL_DIFFERS:
             peer, theirs = self.log.difference()
-            raise self._mismatch(peer, theirs, tuple(call.fields))
-        if status == CALL_DIFFERED:
+            self._file_mismatch(peer, theirs, tuple(call.fields))
+        elif status == CALL_DIFFERED:
             peer, _ = self.log.difference()
-            raise self._failure.file_mismatch(
+            self._failure.file_mismatch(
                 peer,
                 lambda this_rank, here: (
                     f"{this_rank} and rank {peer} make different calls: an earlier call {here} and on rank {peer}, "
@@ -272,7 +272,7 @@ class Launches:
         if status:
             raise self._failure.exception()
 
-    def _mismatch(self, peer: int, theirs: tuple[int, ...], mine: tuple[int, ...]) -> Exception:
+    def _file_mismatch(self, peer: int, theirs: tuple[int, ...], mine: tuple[int, ...]) -> None:
         field = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
         name = CALL_FIELDS[field]
         own, there = describe_call(mine), describe_call(theirs)
@@ -292,7 +292,7 @@ class Launches:
                 what = f"{call} {here}, with other registered arrays on rank {peer}"
             return f"{this_rank} and rank {peer} call a collective with different {name}: {what}"
 
-        return self._failure.file_mismatch(peer, cause, field)
+        self._failure.file_mismatch(peer, cause, field)
 
     def _object_of(self, fields: tuple[int, ...]) -> str:
         number = fields[OBJECT_FIELD]
@@ -308,7 +308,7 @@ class Launches:
 
     def _turn(self, stream: StreamLike) -> int:
         """Orders a stream after the latest launch, and returns the stream's handle. C calls this with the lock held."""
-        self._failure.require_usable()
+        self._failure.require_awake()
         return self._next_stream(stream)
 
     def _see_turns(self) -> None:

@@ -171,10 +171,10 @@ class DispatchCombineContext:
         self.members.close()
 
     def require_usable(self) -> None:
-        """Raises ClosedError after `finalize`, or the error with which the communicator failed."""
+        """Raises ClosedError after `finalize`, or the errors of `FailureState.require_awake`."""
         if self.closed:
             raise ClosedError("the expert-parallel layer was finalized")
-        self.group.failure.require_usable()
+        self.group.failure.require_awake()
 
     # -- the output buffer ---
 
@@ -193,6 +193,7 @@ class DispatchCombineContext:
         Returns:
             The buffer, [rows, hidden] of the token type, and a buffer for the rows' weights, [rows].
         """
+        self.group.failure.require_usable()  # not `require_awake`: other ranks may not make this call
         self.require_usable()
         dispatch_recv_tokens = whole_number("dispatch_recv_tokens", dispatch_recv_tokens, 0, MAX_SLOTS)
         self.ep_config.require_room(dispatch_recv_tokens, "dispatch_recv_tokens")

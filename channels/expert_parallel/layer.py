@@ -725,6 +725,7 @@ class EPAll2AllLayer:
                 permutation, or covered fewer tokens than the ranks have. Only ranks whose rows are affected raise the
                 error about full_scatter_indices.
         """
+        self.ctx.group.failure.require_usable()  # not `require_awake`: other ranks may not make this call
         self.ctx.require_usable()
         self._parts.check_ended()
 

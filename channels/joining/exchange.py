@@ -232,7 +232,8 @@ class Exchange:
             return f"{this_rank} and rank {peer} make different calls: {purpose!r} {here}, {there!r} on rank {peer}"
 
         if self._guard is not None:
-            return self._guard[0].file_mismatch(peer, cause)
+            self._guard[0].file_mismatch(peer, cause)
+            return self._guard[0].exception()
         message = f"{DIFFERENT_CALL}: {cause('this rank', 'here')}"
         return MismatchError(message, argument=DIFFERENT_CALL, rank=self.rank, peer=peer)
 

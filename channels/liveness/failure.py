@@ -70,6 +70,8 @@ class FailureState:
 
     Attributes:
         state: "opening", "open", "suspended" or "closed". A suspended group fails, and can be closed, like an open one.
+        resume_on_call: resumes the suspended group for a call that all ranks make; None if such calls raise
+            SuspendedError.
         cause: a text about this rank's own failure, for the exception on this rank.
         observer: the callbacks for failures, which do nothing before `watch`.
     """
@@ -79,6 +81,7 @@ class FailureState:
         self._parent = parent
         self._control = control
         self.state = "opening"
+        self.resume_on_call: Callable[[], None] | None = None
         self._process = forks.here()
         self._watcher: Watcher | None = None
         self._stopped_proxy: Callable[[], str] = str
@@ -105,6 +108,7 @@ class FailureState:
         self.state = "suspended"
 
     def resume(self) -> None:
+        self.resume_on_call = None
         if self.state == "suspended":  # another thread may have closed the group
             self.state = "open"
 
@@ -156,6 +160,14 @@ class FailureState:
             raise self.exception()
         if self.state == "suspended":
             raise SuspendedError("the communicator is suspended; expected resume on all ranks before this call")
+
+    def require_awake(self) -> None:
+        """Checks the group for a call that all ranks make: like `require_usable`, but first resumes a group that was
+        suspended with `resume_on_call`, except in a capture. Also raises the errors of `Group.resume`.
+        """
+        if self.state == "suspended" and self.resume_on_call is not None:
+            self.resume_on_call()
+        self.require_usable()
 
     def exception(self) -> CommunicatorError:
         """After a rank has failed, returns a new copy of the group's failure. If the failure is a signal handler's
@@ -210,22 +222,14 @@ class FailureState:
 
     def file_mismatch(
         self, peer: int, cause: Callable[[str, str], str], field: int = CALL_FIELDS.index(DIFFERENT_CALL)
-    ) -> CommunicatorError:
-        """Makes the group fail because a peer's call differs from this rank's call. Returns the exception to raise.
+    ) -> None:
+        """Makes the group fail because a peer's call differs from this rank's call. Does not wait, because the
+        watcher's thread calls this method too.
 
         Args:
             cause: returns a text that describes both calls. The two arguments are the words for this rank in the text:
                 "this rank" and "here" in this rank's error, "rank N" and "on rank N" in other ranks' errors.
             field: the index in CALL_FIELDS of the argument that differs.
-        """
-        self.note_mismatch(peer, cause, field)
-        return self.exception()
-
-    def note_mismatch(
-        self, peer: int, cause: Callable[[str, str], str], field: int = CALL_FIELDS.index(DIFFERENT_CALL)
-    ) -> None:
-        """Makes the group fail as `file_mismatch` does, but returns nothing. The watcher's thread calls this instead of
-        `file_mismatch`, because `exception` waits for a report that this thread writes.
         """
         name = f"rank {self._rank}"
         self.cause, elsewhere = cause("this rank", "here"), bounded(cause(name, f"on {name}"))

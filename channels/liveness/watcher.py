@@ -207,7 +207,7 @@ class Watcher:
             raise
         self._ended.update(self._lost)
         self._parent, self._members = parent, members
-        self._looking = threading.Lock()  # held while a thread reads messages from the links
+        self._looking = threading.Lock()  # held while a thread uses the links
         self._passed_on = self._closed = False
         self._reporting: Thread | None = None
         self.releasing = False
@@ -387,11 +387,15 @@ class Watcher:
 
     def announce(self, presence: Presence, exchanges: int = 0) -> None:
         """Tells all peers whether this rank may still access their memory. If the presence is LEFT, `exchanges` is the
-        number of exchanges that this rank has made.
+        number of exchanges that this rank has made. After LEFT does nothing: a thread that closes another group may
+        announce a presence while a second thread closes this group.
         """
-        self._own.set_presence(presence, exchanges)
-        for _, link in self._links.values():
-            link.send(presence)
+        with self._looking:  # keeps `close`, after which the segment is freed, from running meanwhile
+            if self._closed or self._own.presence is Presence.LEFT:
+                return
+            self._own.set_presence(presence, exchanges)
+            for _, link in self._links.values():
+                link.send(presence)
 
     def presence(self, peer: int) -> Presence:
         if peer in self._segments:

@@ -24,12 +24,28 @@ def memory_limit(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup
     The limit is on all memory, not only free memory, because pages are allocated when first touched, and other memory
     may be freed until then.
     """
-    totals = dict(re.findall(r"^(MemTotal|SwapTotal): +(\d+) kB", _text(proc / "meminfo"), re.MULTILINE))
-    swap = int(totals.get("SwapTotal", 0)) << 10
+    machine = _of_machine(proc)
+    swap = machine.get("SwapTotal", 0)
     limits = [Limit(nbytes + swap, f"{path} allows") for path, nbytes in _group_limits(proc, groups)]
-    if "MemTotal" in totals:
-        limits.append(Limit((int(totals["MemTotal"]) << 10) + swap, "this machine has"))
+    if "MemTotal" in machine:
+        limits.append(Limit(machine["MemTotal"] + swap, "this machine has"))
     return min(limits, key=lambda limit: limit.nbytes, default=None)
+
+
+def free_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Returns the bytes of memory and swap space that the machine could still give to processes, or the limit of the
+    control groups if that is smaller. Returns 2**63 if the system does not report these numbers.
+    """
+    machine, limit = _of_machine(proc), memory_limit(proc, groups)
+    left = [] if limit is None else [limit.nbytes]
+    if "MemAvailable" in machine:
+        left.append(machine["MemAvailable"] + machine.get("SwapFree", 0))
+    return min(left, default=1 << 63)
+
+
+def _of_machine(proc: Path) -> dict[str, int]:
+    lines = re.findall(r"^(\w+): +(\d+) kB", _text(proc / "meminfo"), re.MULTILINE)
+    return {name: int(kibibytes) << 10 for name, kibibytes in lines}
 
 
 def _group_limits(proc: Path, groups: Path) -> list[tuple[Path, int]]:

@@ -2,7 +2,7 @@
 
 In one network namespace, the socket has an abstract name. Across network namespaces, the socket is a file in a shared
 directory: ``PROXYCCL_SOCKETS``, else the user's runtime directory. If two processes share only the node daemon's
-socket, the daemon connects them (proxy/daemon/broker.py).
+socket, the daemon connects them (proxy/daemon/introductions.py).
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from proxyccl.channels.collectives.request import SUSPENDABLE, flag_from
+from proxyccl.sglang import sleep
 from proxyccl.sglang.group_calls import GroupCalls, ShortCalls, refuse_symmetric_memory, takes_rows
 from proxyccl.torch.process_group import NAME
 from sglang.srt.distributed.device_communicators.pynccl_allocator import is_symmetric_memory_enabled
@@ -41,6 +43,10 @@ def register() -> None:
     HookRegistry.register(applies, _fusion_applies, HookType.REPLACE)
     HookRegistry.register(f"{fusion}.flashinfer_allreduce_residual_rmsnorm", _all_reduce_norm, HookType.REPLACE)
     HookRegistry.register(f"{fusion}.pre_initialize_workspaces", _no_workspaces, HookType.REPLACE)
+    if flag_from(None, SUSPENDABLE, SUSPENDABLE):
+        updater = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        HookRegistry.register(f"{updater}.release_memory_occupation", sleep.release, HookType.AROUND)
+        HookRegistry.register(f"{updater}.resume_memory_occupation", sleep.resume, HookType.AROUND)
 
 
 def _backend(original: Callable[[str], str], device: str) -> str:

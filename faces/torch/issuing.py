@@ -277,7 +277,9 @@ class IssuedCalls:
         where = (xs or outs)[0].device if device is None else device
 
         def make() -> None:
-            function(self._endpoints.of_all(where), *arguments)
+            comm = self._endpoints.of_all(where)
+            comm.group.failure.require_awake()  # the transfers of `on_tensors.exchange` resume no group
+            function(comm, *arguments)
 
         number = next(self._numbers)
         return self._issue(_Call(name, outs, xs, make, where, _waits(opts), _seconds_of(opts), None, blocks, number))

@@ -308,21 +308,23 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
 
     # -- sleep ---
 
-    def suspend(self, save: bool = True) -> None:
+    def suspend(self, save: bool = True, resume_on_call: bool = False) -> None:
         """Gives the device memory of the group's communicators back to the device until `resume`, after its queued
         calls have ended. All ranks call this together. See `Communicator.suspend`; the group needs
-        `Options(suspendable=True)`, or ``PROXYCCL_SUSPENDABLE=1`` before it is made.
+        `Options(suspendable=True)`, or ``PROXYCCL_SUSPENDABLE=1`` before it is made. With `resume_on_call`, sends and
+        receives between two ranks still need `resume`.
         """
         self.calls.require_process()
         self.calls.threads.await_calls(time.monotonic() + self._timeout.total_seconds())
         with torch_errors():
             for communicator in self.endpoints.in_order():
                 if not communicator.suspended:  # as after an earlier call that failed on another communicator
-                    communicator.suspend(save=save)
+                    communicator.suspend(save=save, resume_on_call=resume_on_call)
 
     def resume(self) -> None:
         """Allocates the device memory again, after `suspend`. All ranks call this together."""
         self.calls.require_process()
+        self.calls.threads.await_calls(time.monotonic() + self._timeout.total_seconds())
         with torch_errors():
             for communicator in self.endpoints.in_order():
                 if communicator.suspended:

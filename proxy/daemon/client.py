@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from proxyccl.device._native import lib as native
@@ -49,6 +50,16 @@ def _asks(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
         return result
 
     return ask
+
+
+class _Made(Struct, eq=False):
+    """An object that the daemon has made for a client."""
+
+    make: Callable[[], object]  # makes the object in another daemon, under its number
+    # Registers the object, which is memory for copies, also with the service in this process.
+    repeat: Callable[[ProxyService], object] | None = None
+    # Whether the memory could not be mapped after `resume`, because its owner had freed or suspended it.
+    unmapped: bool = False
 
 
 class DaemonRemote:
@@ -139,19 +150,12 @@ class DaemonClient(ProxyWords):
         self._own_channels: set[int] = set()
         self._spare_channels: list[int] = []  # ids that the daemon reserved for this process and that no channel uses
         self._takes_private = takes_private
-        # Maps the first id of each memory that copies can use to a function that registers the memory with the service
-        # in this process.
-        self._memories: dict[int, Callable[[ProxyService], int]] = {}
         self._ring_of: dict[int, int] = {}
         self._lock = threading.RLock()
         self._connecting = threading.RLock()  # held while the connection to the daemon changes
         self._observed: ObservedSegment | None = None
         self._awake: list[SharedMemory] = []  # the words that wake the daemon's threads
-        # By kind and number, the functions that make this client's objects in a daemon, in the order of their making.
-        self._made: dict[tuple[str, int], Callable[[], object]] = {}
-        # The arguments of `_map`, by first id, of memory that its owner has freed or suspended while this client was
-        # suspended.
-        self._unmapped: dict[int, tuple[bytes | None, int, int, Keys]] = {}
+        self._made: dict[tuple[str, int], _Made] = {}  # by kind and number, in the order of their making
         self._signals: dict[int, Signals] = {}  # by channel, while this client is suspended
         self._closed = False
         self.fifos = [Fifo(runtime, fifo_size) for _ in range(fifos)]
@@ -183,9 +187,9 @@ class DaemonClient(ProxyWords):
             self._awake = _open_words(asleep)
             for word in self._awake:
                 self.sleepers.add(word)
-            self._unmapped.clear()
-            for make in list(self._made.values()):
-                make()
+            for made in list(self._made.values()):
+                made.unmapped = False
+                made.make()
             self._daemon.ask(SessionService.start)
         except BaseException:
             self._daemon.hang_up()
@@ -207,7 +211,7 @@ class DaemonClient(ProxyWords):
         """
         with self._connecting:
             number = make(None)
-            self._made[kind, number] = functools.partial(make, number)
+            self._made[kind, number] = _Made(functools.partial(make, number))
             return number
 
     def _release(self, kind: str, number: int, function: Callable[[Any, int], None]) -> None:
@@ -317,10 +321,11 @@ class DaemonClient(ProxyWords):
         if not mapped:
             return
         with self._connecting:
-            again, self._unmapped = self._unmapped, {}
-            for first, memory in again.items():
-                self._ask(SessionService.remove_memory, first)
-                self._map(*memory, first)
+            for (_, number), made in list(self._made.items()):
+                if made.unmapped:
+                    self._ask(SessionService.remove_memory, number)
+                    made.unmapped = False
+                    made.make()
 
     def add_schedule(self, schedule: Schedule) -> int:
         return self._make("schedule", lambda number: self._ask(SessionService.add_schedule, schedule, number))
@@ -332,56 +337,58 @@ class DaemonClient(ProxyWords):
         """Makes the daemon register memory. Raises ArgumentError for private memory, unless `takes_private` was set."""
         if handle is None:
             raise ArgumentError("memory", "the node daemon reaches memory only by a handle")
-        name: bytes | None = b""
+        add = functools.partial(self._ask, SessionService.add_remote_memory, base, nbytes, keys)
         try:
-            if nbytes:
-                name = handle()
-        except ArgumentError:
+            name = handle() if nbytes else b""
+            add = functools.partial(self._ask, SessionService.add_memory, name, nbytes, keys)
+        except ArgumentError:  # private memory, from and to which the daemon refuses copies
             if not self._takes_private:
                 raise
-            name = None
-        first = self._make("memory", lambda first: self._map(name, base, nbytes, keys, first))
+        first = self._register(base, nbytes, keys, add)
         self._repeat(first, lambda own: own.add_memory(base, nbytes, first=first))
         return first
 
     def add_remote_memory(self, address: int, nbytes: int, keys: Keys) -> int:
-        return self._make("memory", lambda first: self._map(None, address, nbytes, keys, first))
-
-    def _map(self, name: bytes | None, base: int, nbytes: int, keys: Keys, first: int | None) -> int:
-        """Makes the daemon register memory with a handle; or, without a handle, memory that the daemon can't map, so
-        that the daemon refuses copies from and to this memory.
-        """
-        try:
-            if name is not None:
-                return self._ask(SessionService.add_memory, name, nbytes, keys, first)
-        except ArgumentError:
-            if first is None:
-                raise
-            # The memory's owner has freed the memory, or has suspended it and not resumed it yet. The ids stay reserved
-            # until `remove_memory`.
-            self._unmapped[first] = name, base, nbytes, keys
-        return self._ask(SessionService.add_remote_memory, base, nbytes, keys, first)
+        add = functools.partial(self._ask, SessionService.add_remote_memory, address, nbytes, keys)
+        return self._register(address, nbytes, keys, add)
 
     def add_pinned_memory(self, memory: PinnedMemory) -> int:
-        handle = memory.handle
-        first = self._make("memory", lambda first: self._ask(SessionService.add_pinned_memory, handle, first))
+        add = functools.partial(self._ask, SessionService.add_pinned_memory, memory.handle)
+        first = self._register(memory.ptr, memory.nbytes, (), add)
         self._repeat(first, lambda own: own.add_pinned_memory(memory, first=first))
         return first
+
+    def _register(self, base: int, nbytes: int, keys: Keys, add: Callable[[int | None], int]) -> int:
+        """Makes the daemon register memory. `add` registers the memory with the given first id, or with any."""
+
+        def make(first: int | None) -> int:
+            try:
+                return add(first)
+            except ArgumentError:
+                if first is None:
+                    raise
+            # The memory's owner has freed the memory, or has suspended it and not resumed it yet. The ids stay reserved
+            # until `remove_memory`, and the daemon refuses copies from and to this memory.
+            self._made["memory", first].unmapped = True
+            return self._ask(SessionService.add_remote_memory, base, nbytes, keys, first)
+
+        return self._make("memory", make)
 
     def _repeat(self, first: int, add: Callable[[ProxyService], int]) -> None:
         """Also registers memory of the daemon's service with this process's service, as soon as this service exists."""
         with self._lock:
-            self._memories[first] = add
+            self._made["memory", first].repeat = add
             if self._own is not None:
                 add(self._own)
 
     def remove_memory(self, first: int, nbytes: int) -> None:
         with self._lock:
-            if self._memories.pop(first, None) is not None and self._own is not None:
-                self._own.remove_memory(first, nbytes)
-        with self._connecting:
-            self._unmapped.pop(first, None)
-            self._release("memory", first, SessionService.remove_memory)
+            made = self._made.get(("memory", first))
+            if made is not None and made.repeat is not None:
+                made.repeat = None
+                if self._own is not None:
+                    self._own.remove_memory(first, nbytes)
+        self._release("memory", first, SessionService.remove_memory)
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
         """Returns a connection whose transfers are copies within the host. If `private`, a service in this process
@@ -392,7 +399,7 @@ class DaemonClient(ProxyWords):
         make = functools.partial(self._ask, SessionService.connect_copy, peer, transport)
         with self._connecting:
             connection = make()
-            self._made["connection", connection.number] = make  # none is ever removed, so the numbers are in order
+            self._made["connection", connection.number] = _Made(make)  # none is removed, so the numbers are in order
             return connection
 
     def _own_service(self) -> ProxyService:
@@ -400,8 +407,9 @@ class DaemonClient(ProxyWords):
             if self._own is None:
                 self._own_words = self._runtime.allocate_pinned(ProxyService.shared_bytes())
                 self._own = ProxyService(self._runtime, self._segment.host_ptr, self._own_words, **self._own_options)
-                for add in self._memories.values():
-                    add(self._own)
+                for made in list(self._made.values()):
+                    if made.repeat is not None:
+                        made.repeat(self._own)
             return self._own
 
     def _reserve_own(self) -> int:
@@ -459,7 +467,7 @@ class DaemonClient(ProxyWords):
 
         with self._connecting:
             make()
-            self._made["use of channel", channel] = make
+            self._made["use of channel", channel] = _Made(make)
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
         freed = list(channels)

@@ -70,6 +70,33 @@ def test_ranks_close_communicators_in_different_orders() -> None:
     assert released.wait(TIMEOUT), "what peers reach is freed when all have closed the communicator"
 
 
+@pytest.mark.parametrize("second_first", [True, False])
+def test_two_threads_of_a_rank_close_two_communicators_at_once(second_first: bool) -> None:
+    closed = [threading.Event(), threading.Event()]  # set when rank 0 has closed the first, or the second
+
+    def body(communicators: list[Communicator]) -> None:
+        first, second = communicators
+
+        def close_second() -> None:
+            wait_for(lambda: second.group.control.presence is Presence.CLOSING_ANOTHER, "this rank closes the first")
+            second.close()
+            closed[1].set()
+
+        if first.rank == 0:
+            closing = threading.Thread(target=close_second)
+            closing.start()
+            first.close()  # meanwhile announces in the second that this thread closes another communicator
+            closed[0].set()
+            closing.join()
+            return
+        wait_for(lambda: second.group._watcher.presence(0) is Presence.LEFT, "rank 0 has left the second")
+        for comm, of_rank_0 in ((second, closed[1]), (first, closed[0]))[:: 1 if second_first else -1]:
+            comm.close()
+            assert of_rank_0.wait(TIMEOUT)
+
+    with_several(2, 2, body, TIMEOUT)
+
+
 def test_a_rank_that_does_not_close_is_named() -> None:
     done = threading.Event()
 

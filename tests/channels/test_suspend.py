@@ -23,6 +23,8 @@ from proxyccl import (
     RuntimeUnavailableError,
     SuspendedError,
 )
+from proxyccl.channels import device_memory
+from proxyccl.channels.pinned_memory import PinnedRange
 from proxyccl.proxy.daemon.choice import ChosenDaemon
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.daemon.connection import DaemonConnection
@@ -215,6 +217,143 @@ def test_calls_of_a_suspended_communicator_are_refused_before_anything_moves() -
         ranks.run(body)
 
 
+def collectives(comm: Communicator, array: Any) -> dict[str, Callable[[], object]]:
+    """Returns calls that all ranks make, each of which adds nothing to `array`, which is all zeros."""
+    ranks, x, out = comm.world_size, np.ones(4, np.float32), np.zeros(4, np.float32)
+    halves = np.ones((2, 8), np.float16)
+
+    def norm() -> object:
+        return comm.all_reduce_rms_norm(halves, halves, np.ones(8, np.float16), 1e-6)
+
+    return {
+        "all_reduce": lambda: comm.all_reduce(x, out=out),
+        "all_reduce of a suspended array": lambda: comm.all_reduce(array),
+        "all_gather to a new array": lambda: comm.all_gather(x),
+        "all_to_all_v": lambda: comm.all_to_all_v(np.ones(ranks), [1] * ranks, [1] * ranks),
+        "barrier": comm.barrier,
+        "broadcast of a suspended array": lambda: comm.broadcast(array, 0),
+        "gather": lambda: comm.gather(x, 0),
+        "norm": norm,
+        "scatter": lambda: comm.scatter(np.ones(ranks) if comm.rank == 0 else None, 0, out=np.zeros(1)),
+    }
+
+
+@pytest.mark.daemon
+@pytest.mark.parametrize("proxy", ["thread", "process"])
+def test_collectives_resume_a_communicator_if_asked_for(proxy: str) -> None:
+    def body(comm: Communicator) -> None:
+        array = comm.empty(MIB, "float32").fill(0)
+        for name, call in collectives(comm, array).items():
+            for turn in range(3):  # the first call prepares what the later calls use
+                comm.suspend(save=turn != 1, resume_on_call=True)
+                call()
+                assert not comm.suspended, name
+                assert not array.numpy().any()
+        comm.suspend()
+        with pytest.raises(SuspendedError):  # each `suspend` asks anew
+            comm.barrier()
+        comm.resume()
+
+    with Ranks(3, suspendable=True, proxy=proxy) as ranks:
+        ranks.run(body)
+
+
+def test_a_collective_of_one_rank_meets_the_resume_of_another() -> None:
+    def body(comm: Communicator) -> None:
+        x = np.ones(8, np.float32)
+        for resuming in (0, 1):
+            comm.suspend(resume_on_call=True)
+            if comm.rank == resuming:
+                comm.resume()
+            comm.all_reduce(x)
+        assert set(x) == {4.0}
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+def test_calls_of_layers_resume_their_communicator_if_asked_for() -> None:
+    def body(comm: Communicator) -> None:
+        ranks, tokens, hidden = comm.world_size, 256, 1024
+        layer = EPAll2AllLayer(comm, tokens, hidden, 1, comm.rank, ranks, ranks, ranks, dtype="float32")
+        given = np.random.default_rng(comm.rank).standard_normal((tokens, hidden)).astype(np.float32)
+        ids = (np.arange(tokens, dtype=np.int32) % ranks)[:, None]
+        for _ in range(3):
+            comm.suspend(save=False, resume_on_call=True)
+            with pytest.raises(SuspendedError):  # not all ranks need make this call
+                layer.ctx.reallocate_dispatch_output_buf(8)
+            with pytest.raises(SuspendedError):
+                layer.check()
+            rows, _, desc = layer.dispatch(on_device(comm, given), on_device(comm, ids))
+            comm.suspend(resume_on_call=True)
+            assert np.array_equal(on_host(layer.combine(rows, desc)), given)
+            del rows, desc
+            comm.suspend(resume_on_call=True)
+            layer.ep_barrier_all()
+        layer.finalize()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+def test_a_captured_call_does_not_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Communicator) -> None:
+        def refuse(_: object) -> NoReturn:  # as a GPU's runtime while torch captures a stream
+            raise ArgumentError("stream", "this thread captures another stream")
+
+        comm.suspend(resume_on_call=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(comm.runtime, "stream_handle", refuse)
+            with pytest.raises(SuspendedError):
+                comm.all_reduce(np.ones(4, np.float32))
+        assert comm.suspended
+        comm.barrier()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+def test_calls_that_not_all_ranks_make_never_resume() -> None:
+    def body(comm: Communicator) -> None:
+        x, array = np.ones(8, np.float32), comm.empty(MIB, "float32")
+        window, peer = comm.window(array), 1 - comm.rank
+        comm.prepare_transfers()
+        comm.suspend(resume_on_call=True)
+        calls: list[Callable[[], object]] = [
+            lambda: comm.send(x, peer),
+            lambda: comm.recv(x, peer),
+            lambda: window.put(x, peer),
+            lambda: window.signal(peer),
+            lambda: comm.empty(8),
+            lambda: comm.register(x),
+            lambda: comm.split([comm.rank]),
+            lambda: comm.suspend(resume_on_call=True),
+            array.numpy,
+        ]
+        if comm.rank == 0:  # the other rank makes none of the calls
+            for call in calls:
+                with pytest.raises(SuspendedError):
+                    call()
+        assert comm.suspended
+        comm.barrier()
+        array.fill(1)
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+def test_a_collective_of_a_suspended_communicator_that_failed_raises_the_failure() -> None:
+    def body(comm: Communicator) -> None:
+        comm.suspend(resume_on_call=True)
+        if comm.rank == 1:
+            comm.abort("a reason")
+        with pytest.raises(AbortedError, match="a reason"):
+            comm.barrier()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
 @pytest.mark.parametrize("proxy", ["thread", "process"])
 def test_a_message_sent_before_is_received_afterwards(proxy: str) -> None:
     def body(comm: Communicator) -> None:
@@ -289,8 +428,9 @@ def test_memory_that_could_not_be_mapped_at_resume_is_mapped_later(monkeypatch: 
     ask, refuses = DaemonConnection.ask, threading.Event()
 
     def refusing(self: DaemonConnection, function: Any, *arguments: Any) -> Any:
-        if refuses.is_set() and function is SessionService.add_memory and arguments[1] == array_bytes:
-            raise ArgumentError("handle", "names memory that its owner has suspended")
+        is_array = function is SessionService.add_memory and arguments[1] == array_bytes
+        if refuses.is_set() and (is_array or function is SessionService.add_pinned_memory):
+            raise ArgumentError("handle", "names memory that its owner has suspended or freed")
         return ask(self, function, *arguments)
 
     array_bytes = 3 * MIB
@@ -298,6 +438,8 @@ def test_memory_that_could_not_be_mapped_at_resume_is_mapped_later(monkeypatch: 
     def body(comm: Communicator) -> None:
         array = comm.empty(array_bytes // 4, "float32").fill(1)
         comm.register(array)
+        pinned = PinnedRange(comm.group, 4096)
+        assert pinned.source_id(1 - comm.rank) != pinned.peer_id(1 - comm.rank)
         comm.all_reduce(array, algorithm="proxy")
         comm.suspend()
         refuses.set()
@@ -310,18 +452,20 @@ def test_memory_that_could_not_be_mapped_at_resume_is_mapped_later(monkeypatch: 
         barrier(comm)
         comm.all_reduce(array, algorithm="proxy")
         assert set(array.numpy()) == {4.0}
+        comm.group.keep(pinned)
 
     monkeypatch.setattr(DaemonConnection, "ask", refusing)
     with Ranks(2, suspendable=True, proxy="process") as ranks:
         ranks.run(body)
 
 
-@pytest.mark.parametrize("save", [None, [], 0, "no", np.True_])
-def test_save_must_be_a_bool(save: Any) -> None:
+@pytest.mark.parametrize("name", ["save", "resume_on_call"])
+@pytest.mark.parametrize("value", [None, [], 0, "no", np.True_])
+def test_arguments_must_be_bools(name: str, value: Any) -> None:
     def body(comm: Communicator) -> None:
         array = comm.empty(MIB, "float32").fill(1)
-        with pytest.raises(ArgumentError, match="save: must be True or False"):
-            comm.suspend(save=save)
+        with pytest.raises(ArgumentError, match=f"{name}: must be True or False"):
+            comm.suspend(**{name: value})
         assert not comm.suspended
         assert array.numpy().all()
 
@@ -333,6 +477,7 @@ def test_save_must_be_a_bool(save: Any) -> None:
     ("call", "text"),
     [
         (lambda comm: comm.suspend(save=False), r"suspend\(save=False\)"),
+        (lambda comm: comm.suspend(resume_on_call=True), r"suspend\(resume_on_call=True\)"),
         (lambda comm: comm.all_reduce(np.ones(8, np.float32)), "all_reduce"),
         (lambda comm: comm.register(comm.empty(8)), "register"),
     ],
@@ -369,10 +514,13 @@ def test_ranks_agree_on_whether_they_may_be_suspended() -> None:
 
 
 @pytest.mark.parametrize("function", ["resume", "allocate_pinned"])
-def test_without_memory_to_resume_all_ranks_stay_suspended(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("resume", [Communicator.resume, Communicator.barrier])
+def test_without_memory_to_resume_all_ranks_stay_suspended(
+    resume: Callable[[Communicator], None], function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def body(comm: Communicator) -> None:
         array = comm.empty(MIB, "float32").upload(np.full(MIB, 3.0, np.float32))
-        comm.suspend()
+        comm.suspend(resume_on_call=True)
         memory = comm.group.device_memory
         if comm.rank == 1:
             with monkeypatch.context() as patched:
@@ -382,15 +530,49 @@ def test_without_memory_to_resume_all_ranks_stay_suspended(function: str, monkey
 
                 patched.setattr(comm.runtime, function, full)
                 with pytest.raises(ResourceError, match="rank 1: the device is full"):
-                    comm.resume()
+                    resume(comm)
         else:
             with pytest.raises(ResourceError, match="rank 1: the device is full"):
-                comm.resume()
+                resume(comm)
         assert comm.suspended
         assert memory.usage()["arrays"] == pages(comm) == 0
-        comm.resume()
+        resume(comm)
         assert set(array.numpy()) == {3.0}
 
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_without_host_memory_for_contents_all_ranks_stay_awake(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Communicator) -> None:
+        array = comm.empty(MIB, "float32").upload(np.full(MIB, 3.0, np.float32))
+
+        def full(_: object) -> None:
+            raise ResourceError("nothing can be pinned")
+
+        for _ in range(2):
+            with monkeypatch.context() as patched:
+                if pinned and comm.rank == 1:
+                    patched.setattr(comm.runtime, "allocate_pinned", full)
+                with pytest.raises(ResourceError, match=expected):
+                    comm.suspend(resume_on_call=True)
+            assert not comm.suspended
+            assert set(array.numpy()) == {3.0}
+            assert set(comm.all_reduce(array, out=comm.empty(MIB, "float32")).numpy()) == {6.0}
+        if pinned:
+            comm.suspend()
+            comm.resume()
+        else:
+            comm.suspend(save=False)
+            comm.resume()
+            array.fill(3)
+        assert set(array.numpy()) == {3.0}
+
+    expected = "stays usable; rank 1: nothing can be pinned$"
+    if not pinned:
+        expected = r"rank 0: the ranks' contents have \d+ bytes, and the host has 7340032 bytes left; rank 1: "
+        monkeypatch.setattr(device_memory, "free_memory", lambda: 7 * MIB)
     with Ranks(2, suspendable=True) as ranks:
         ranks.run(body)
 
@@ -458,7 +640,8 @@ def test_a_rank_that_dies_while_suspended_is_noticed_and_the_others_go_on(proxy:
     survivor, victim = run_processes(2, PROGRAMS / "asleep.py", env={"PROXYCCL_PROXY": proxy})
     assert victim.returncode == -signal.SIGKILL
     assert survivor.returncode == 0, survivor.stderr
-    assert survivor.stdout.splitlines() == ["noticed while suspended", "lost rank 1", f"alone: 3.0 {MIB}"]
+    lost = ["barrier: lost rank 1", "resume: lost rank 1"]
+    assert survivor.stdout.splitlines() == ["noticed while suspended", *lost, f"alone: 3.0 {MIB}"]
 
 
 def test_arrays_of_a_suspended_communicator_refuse_use() -> None:

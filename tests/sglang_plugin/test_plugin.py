@@ -64,6 +64,11 @@ def test_deterministic_inference_makes_groups_invariant() -> None:
         assert {name: error for name, error in of_rank.items() if error} == {}
 
 
+def test_groups_give_memory_back_while_sglang_has_released_memory() -> None:
+    for of_rank in outcomes("collectives.py", 3, "asleep", PROXYCCL_SUSPENDABLE="1"):
+        assert {name: error for name, error in of_rank.items() if error} == {}
+
+
 def test_a_lost_rank_is_named() -> None:
     assert outcomes("collectives.py", 2, "lost", lost=1)[0] == {"a_lost_rank": ""}
 

@@ -943,6 +943,32 @@ def test_a_group_gives_its_memory_back_and_takes_it_again(monkeypatch: pytest.Mo
     run(body)
 
 
+def test_collectives_resume_a_group_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_SUSPENDABLE", "1")
+
+    def body(group: Any) -> None:
+        x = torch.ones(1 << 20)
+        parts = [torch.empty(3) for _ in range(RANKS)]
+        calls = {
+            "all_reduce": lambda: group.allreduce([x]),
+            "barrier": group.barrier,
+            "all_gather": lambda: group.allgather([parts], [torch.ones(3)]),  # consists of transfers
+        }
+        for name, call in calls.items():
+            for _ in range(2):
+                group.suspend(save=False, resume_on_call=True)
+                call().wait()
+                assert group.memory_stats()["suspended"] == 0, name
+        assert torch.cat(parts).eq(1).all()
+        group.suspend(resume_on_call=True)
+        work = group.allreduce([x])  # may run in a thread of the group
+        group.resume()
+        work.wait()
+        assert x.eq(RANKS**3).all()
+
+    run(body)
+
+
 @pytest.mark.skipif(process_group.IS_BACKEND, reason="torch keeps other devices' backends from 2.15 on")
 def test_no_rank_drops_the_backend_of_another_device_while_others_make_theirs() -> None:
     """With "cpu:gloo,cuda:proxyccl", making the GPUs' group waits for all ranks, but making the CPUs' does not."""

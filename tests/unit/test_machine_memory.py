@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from proxyccl.device.memory.machine_memory import Limit, memory_limit
+from proxyccl.device.memory.machine_memory import Limit, free_memory, memory_limit
 
 MIB = 1 << 20
 
@@ -47,6 +47,15 @@ def test_the_smallest_limit_counts_and_is_named(
 
 def test_a_system_that_tells_nothing_has_no_limit(tmp_path: Path) -> None:
     assert memory_limit(tmp_path, tmp_path) is None
+    assert free_memory(tmp_path, tmp_path) == 1 << 63
+
+
+@pytest.mark.parametrize(("limit", "left"), [("max", 3.5 * MIB), (str(MIB), 2 * MIB)])
+def test_free_memory_is_at_most_the_limit(tmp_path: Path, limit: str, left: int) -> None:
+    system(tmp_path, "0::/a\n", {"a/memory.max": limit})
+    with (tmp_path / "proc/meminfo").open("a") as info:
+        info.write("MemAvailable: 3072 kB\nSwapFree: 512 kB\n")
+    assert free_memory(tmp_path / "proc", tmp_path / "groups") == left
 
 
 def test_a_large_allocation_says_which_limit_it_exceeds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,13 @@
 """One rank of a program that uses SGLang's groups and layers. The program prints each case's error (or "") as JSON.
 
-python collectives.py RANK RANKS PORT plain|captured|deterministic|lost|off
+python collectives.py RANK RANKS PORT plain|captured|deterministic|lost|off|asleep
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 from started import DEVICE, ON_GPUS, expecting, print_outcomes  # isort: skip  # before SGLang's other modules
@@ -19,7 +20,7 @@ from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.runtime_context import get_context, get_parallel, get_resources
 
 RANK, RANKS, PORT = map(int, sys.argv[1:4])
 MODE = sys.argv[4]
@@ -297,6 +298,61 @@ def nothing_is_replaced() -> None:
     assert "proxyccl" in dist.Backend.backend_list  # trainers broadcast weights in groups of this backend
 
 
+def memory_goes_back_with_sglangs() -> None:
+    from deep_ep import Buffer
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput as Release
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput as Resume
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    get_context().override_server_args().install()  # SGLang's defaults
+    model, saver = torch.nn.Linear(2, 2), mock.MagicMock()
+    updater = SchedulerWeightUpdaterManager(
+        tp_worker=mock.MagicMock(**{"model_runner.model": model}),
+        draft_worker=None,
+        memory_saver_adapter=saver,
+        flush_cache=lambda: True,
+        is_fully_idle=lambda **_: True,
+    )
+    pairs = [
+        state.init_model_parallel_group(ranks, RANK, backend, group_name=f"pairs{i}")
+        for i, ranks in enumerate([[[0, 1], [2]], [[0], [1, 2]]])
+    ]
+    buffer = Buffer(group.device_group, num_nvl_bytes=1 << 20)
+    get_resources().buffers["deepep_ep_state"] = SimpleNamespace(buffer=buffer)
+
+    def asleep() -> list[bool]:
+        groups = [group, *(pair for pair in pairs if pair.world_size > 1)]
+        stats = [each.device_group._get_backend(DEVICE).memory_stats() for each in groups]
+        return [buffer.communicator.suspended, *(bool(each["suspended"]) for each in stats)]
+
+    for _ in range(2):
+        all_reduce()
+        updater.release_memory_occupation(Release())
+        assert all(asleep())
+        updater.resume_memory_occupation(Resume(tags=["weights"]))
+        assert all(asleep())
+        all_reduce()  # a collective of a loader resumes its group alone
+        of_buffer, of_group, *of_pairs = asleep()
+        assert of_buffer
+        assert not of_group
+        assert all(of_pairs)
+        updater.release_memory_occupation(Release(tags=["weights"]))
+        assert all(asleep())
+        updater.resume_memory_occupation(Resume())
+        assert not any(asleep())
+    assert saver.pause.call_count == saver.resume.call_count == 2 * 4
+
+    with mock.patch("proxyccl.sglang.sleep.get_parallel") as settings:
+        settings().tp_group.ranks, settings().enable_dp_attention_local_control_broadcast = [RANK], False
+        updater.release_memory_occupation(Release())
+        assert [index for index, each in enumerate(asleep()) if each] == [0]  # the other groups reach further
+        updater.resume_memory_occupation(Resume())
+        assert not any(asleep())
+        settings().tp_group.ranks, settings().enable_dp_attention_local_control_broadcast = group.ranks, True
+        updater.release_memory_occupation(Release())
+        assert not any(asleep())
+
+
 def a_lost_rank() -> None:
     if RANK == 1:
         os._exit(3)
@@ -333,6 +389,7 @@ CASES = {
     ),
     "captured": (captured, end),
     "deterministic": (groups, all_reduce, deterministic_sums, fusion_follows_sglangs_settings, end),
+    "asleep": (memory_goes_back_with_sglangs, end),
     "lost": (a_lost_rank,),
     "off": (nothing_is_replaced, end),
 }

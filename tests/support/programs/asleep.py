@@ -1,4 +1,6 @@
-"""Suspends the communicator of two ranks, and kills rank 1. Rank 0 prints the error of `resume`, and goes on alone."""
+"""Suspends the communicator of two ranks, and kills rank 1. Rank 0 prints the errors of `resume` and of a collective,
+which would resume the communicator, and goes on alone.
+"""
 
 import os
 import signal
@@ -17,7 +19,7 @@ from support.processes import FileBootstrap
 comm = Communicator(FileBootstrap.from_environment(), timeout=60, suspendable=True)
 x = comm.empty(1 << 20, "float32").fill(1)
 comm.all_reduce(x, algorithm="proxy")
-comm.suspend()
+comm.suspend(resume_on_call=True)
 if comm.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 deadline = time.monotonic() + 30
@@ -27,10 +29,11 @@ try:
         time.sleep(0.01)
 except PeerLostError:
     print("noticed while suspended")
-try:
-    comm.resume()
-except PeerLostError as error:
-    print(f"lost rank {error.peer}")
+for call in (comm.barrier, comm.resume):
+    try:
+        call()
+    except PeerLostError as error:
+        print(f"{call.__name__}: lost rank {error.peer}")
 rest = comm.shrink()
 y = rest.empty(1 << 20, "float32").fill(3)
 rest.all_reduce(y)
