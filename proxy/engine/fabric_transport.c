@@ -212,17 +212,18 @@ static int is_to_look(FabricConnection *self) {
 
 /* Retires requests in order, up to the first request that is not known to be complete. */
 static int retire(FabricConnection *self) {
+  int status = 0;
   for (uint64_t number = self->retired + 1; number <= self->posted; ++number) {
     const FabricRequest *request = request_of(self, number);
     const uint32_t state = request_state(request);
     /* A request that asks for no completion still reports an error. */
-    if (state != 0 && state != DELIVERED) return failed((int)state);
-    if (!request->awaited) continue; /* this request is complete once the next request with a completion is complete */
-    if (state == 0) break;
-    self->retired = number;
+    if (state != 0 && state != DELIVERED) status = failed((int)state);
+    if (status != 0 || (request->awaited && state == 0)) break;
+    /* A request without a completion is complete once the next request with a completion is complete. */
+    if (request->awaited) self->retired = number;
   }
   flushes_complete(&self->queue.flushes, self->retired);
-  return 0;
+  return status;
 }
 
 static int fabric_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
