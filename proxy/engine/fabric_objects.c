@@ -184,8 +184,10 @@ void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabri
 
 int proxyccl_fabric_close(ProxycclFabricEndpoint *self) {
   struct fid *const parts[] = {
-      self->endpoint == NULL ? NULL : &self->endpoint->fid, self->peers == NULL ? NULL : &self->peers->fid,
-      self->queue == NULL ? NULL : &self->queue->fid,       self->domain == NULL || self->shares ? NULL : &self->domain->fid,
+      self->endpoint == NULL ? NULL : &self->endpoint->fid,
+      self->peers == NULL ? NULL : &self->peers->fid,
+      self->queue == NULL ? NULL : &self->queue->fid,
+      self->domain == NULL || self->shares ? NULL : &self->domain->fid,
       self->fabric == NULL || self->shares ? NULL : &self->fabric->fid,
   };
   int first = 0;

@@ -22,8 +22,8 @@
 enum { PARTS = PROXYCCL_RAIL_PARTS };
 enum { WR_FLUSH_ERR = 5 }; /* an ibv_wc_status */
 enum {
-  SILENT_NS = 1000000000,    /* TCP sends a lost packet again after 0.2, 0.6 and 1.4 s */
-  SLOWEST_BYTES_PER_MS = 16384 /* a rail that is slower may be taken for failed */
+  SILENT_NS = 1000000000,      /* TCP sends a lost packet again 0.2, 0.6 and 1.4 s after the first time */
+  SLOWEST_BYTES_PER_MS = 16384 /* a rail over `fabric` that is slower may be taken for failed */
 };
 
 /* The stages of a rail: in use, its restoration after a failure, and its recovery from the failure. */
@@ -55,16 +55,16 @@ typedef struct {
   uint64_t turn;     /* number of the last failure among the failures of all rails */
   int told;          /* whether the peer has been told of the stage, by a rail that has not failed since */
   uint64_t next;     /* in the stages READING and MOVING: number of the rail's next part */
-  uint64_t asked;    /* in the stages READING, TRYING and UP (is_silent): the value that `finished` gets; 0 until all is
-                        requested */
+  uint64_t asked; /* in the stages READING, TRYING and UP: the value that `finished` gets; 0 until all is requested */
   uint64_t finished; /* the value of the last flush of requests for a recovery or a trial on this rail */
   uint64_t until_ns; /* time at which the recovery is given up */
-  uint64_t seen;     /* over `fabric`: the value of `first` at the last poll */
-  uint64_t since_ns; /* over `fabric`: time of the last progress, or of the answer to a request that is_silent made */
-  int answered_otherwise; /* over `fabric`: whether the peer has answered that request */
-  uint64_t state;    /* pairing rail-state: what proxyccl_rails_state returns, packed */
+  /* For is_silent: `first` at the last poll; the time from which the rail is silent, 0 if it is not; and whether the
+   * peer has answered a request on another rail since. */
+  uint64_t seen, silent_ns;
+  int is_answered;
+  uint64_t state; /* pairing rail-state: what proxyccl_rails_state returns, packed */
   /* Pairing rail-change, written by another thread: number of the failure after which the queue pair was stopped, or
-   * connected again, or that the rail has because its adapter is down. */
+   * connected again, or of the failure that the rail has because its adapter is down. */
   uint64_t stopped, connected, fallen;
   const void *options;     /* as ProxycclRailsOptions.options */
   Operation parts[PARTS];  /* a part's keys are addresses of its keys on all rails */
@@ -117,13 +117,14 @@ static void enter(RailsConnection *self, Rail *rail, Stage stage) {
   if (stage == JOINING || stage == LEAVING || stage == WAITING) rail->told = 0;
   rail->asked = 0;
   word_store(&rail->state, rail->failures << STATE_FAILURES_SHIFT |
-                               (uint64_t)(rail->status & STATE_STATUS) << STATE_STATUS_SHIFT | rail->losses << STATE_LOSSES_SHIFT | (stage == UP ? 0 : STATE_DOWN) |
+                               (uint64_t)(rail->status & STATE_STATUS) << STATE_STATUS_SHIFT |
+                               rail->losses << STATE_LOSSES_SHIFT | (stage == UP ? 0 : STATE_DOWN) |
                                (stage == STOPPING ? STATE_STOPPING : 0) | (stage == DOWN ? STATE_FREE : 0));
   self->home = find_up(self, self->options.home);
   self->recovers = 0;
   for (uint32_t i = 0; i < self->count; ++i) {
     self->recovers |= is_recovering(&self->rails[i]);
-    if (is_up(self, i)) self->rails[i].since_ns = 0; /* is_silent asks again, over another rail */
+    self->rails[i].silent_ns = 0; /* the rail over which is_silent asks may be another one now */
   }
 }
 
@@ -294,11 +295,10 @@ static void remove_complete(Rail *rail) { rail->first = rail->wire->progress.com
 /* Returns whether a status shows that the adapter, the link or the queue pair failed, and not that the request was
  * wrong. */
 static int is_of_link(int status) {
-  switch (status - PROXYCCL_FABRIC_FAILED) {
-    case EIO: case EPIPE: case ENETDOWN: case ENETUNREACH: case ENETRESET: case ECONNABORTED: case ECONNRESET:
-    case ENOTCONN: case ESHUTDOWN: case ETIMEDOUT: case ECONNREFUSED: case EHOSTDOWN: case EHOSTUNREACH: case ECANCELED:
-      return 1;
-  }
+  static const int errors[] = {EIO,      EPIPE,     ENETDOWN,  ENETUNREACH,  ENETRESET, ECONNABORTED, ECONNRESET,
+                               ENOTCONN, ESHUTDOWN, ETIMEDOUT, ECONNREFUSED, EHOSTDOWN, ECANCELED,    EHOSTUNREACH};
+  for (size_t i = 0; i < sizeof errors / sizeof *errors; ++i)
+    if (status == PROXYCCL_FABRIC_FAILED + errors[i]) return 1;
   /* ibv_wc_status: LOC_QP_OP_ERR, WR_FLUSH_ERR, RETRY_EXC_ERR, RNR_RETRY_EXC_ERR, FATAL_ERR, RESP_TIMEOUT_ERR,
    * GENERAL_ERR */
   const uint32_t statuses = 1 << 2 | 1 << 5 | 1 << 12 | 1 << 13 | 1 << 19 | 1 << 20 | 1 << 21;
@@ -320,8 +320,8 @@ static void enter_after_failure(RailsConnection *self, Rail *failed, int status,
   }
 }
 
-/* Returns a rail's first stage after a failure with this status. After a completion with an error, a queue pair is in
- * its error state, and the next stage is `stopped`. An endpoint of libfabric goes on. */
+/* Returns a rail's first stage after a failure with this status: `stopped` if a completion with an error shows that the
+ * queue pair is in its error state. An endpoint of libfabric must be closed after any failure. */
 static Stage stage_after(const RailsConnection *self, int status, Stage stopped) {
   return self->options.over_fabric || status < PROXYCCL_VERBS_COMPLETION ? STOPPING : stopped;
 }
@@ -485,7 +485,6 @@ static void restore(RailsConnection *self, uint32_t number, uint32_t *progress) 
     case TRYING:
       status = failed->wire->transport->poll(failed->wire, progress);
       if (status == 0 && word_load(&failed->finished) >= failed->asked && !self->recovers) enter(self, failed, UP);
-      if (status == 0 && word_load(&failed->fallen) > failed->failures) status = PROXYCCL_FABRIC_FAILED + ENETDOWN;
       break;
     case LEAVING:
       if (failed->told && word_load(&self->mail->down[number]) >= failed->failures) enter(self, failed, DOWN);
@@ -497,33 +496,35 @@ static void restore(RailsConnection *self, uint32_t number, uint32_t *progress) 
   if (status != 0) enter_after_failure(self, failed, status, stage_after(self, status, LEAVING));
 }
 
-/* Returns whether a rail over `fabric` makes no progress although the peer answers over another rail. After SILENT_NS
- * without a completion, and the time that the outstanding bytes may take, the peer is asked over the other rail. Its
- * proxy may have been paused until then, so the rail has failed only if no completion comes for SILENT_NS after the
- * answer. */
+/* Returns whether a rail over `fabric`, which is not the only one that is up, makes no progress although the peer
+ * answers over another rail. After SILENT_NS without a completion, and the time that the outstanding bytes may take,
+ * the rank makes a request over the other rail. The peer's proxy may have been paused until then, so the rail has
+ * failed only if it makes no progress for SILENT_NS after the answer. */
 static int is_silent(RailsConnection *self, uint32_t number) {
   Rail *rail = &self->rails[number];
   const uint32_t other = find_up(self, number + 1);
+  if (!is_busy(rail) || rail->first != rail->seen) rail->silent_ns = 0;
+  if (!is_busy(rail)) return 0;
   const uint64_t now = now_ns();
-  if (!is_busy(rail) || rail->first != rail->seen || rail->since_ns == 0) {
+  if (rail->silent_ns == 0) {
     rail->seen = rail->first;
-    rail->since_ns = now;
+    rail->silent_ns = now;
     rail->asked = 0;
-    rail->answered_otherwise = 0;
+    rail->is_answered = 0;
   }
-  if (now - rail->since_ns < SILENT_NS || other == number) return 0;
-  if (rail->answered_otherwise) return 1;
+  if (now - rail->silent_ns < SILENT_NS) return 0;
+  if (rail->is_answered) return 1;
   if (rail->asked == 0) {
     uint64_t bytes = 0;
     for (uint64_t i = rail->first; i != rail->last; ++i) bytes += rail->parts[i % PARTS].bytes;
-    if (now - rail->since_ns < SILENT_NS + bytes / SLOWEST_BYTES_PER_MS * 1000000 || !has_room(&self->rails[other]))
-      return 0;
-    /* The value that the peer's word has. A failure to post is noticed by a poll of the other rail. */
+    const uint64_t limit_ns = SILENT_NS + bytes / SLOWEST_BYTES_PER_MS * 1000000;
+    if (now - rail->silent_ns < limit_ns || !has_room(&self->rails[other])) return 0;
+    /* Writes the value that the peer's word has already. If the other rail fails, its next poll shows the status. */
     write_mail(self, other, offsetof(ProxycclRailsMail, down), number, rail->failures);
     ask(self, &self->rails[other], &rail->asked);
   } else if (word_load(&self->rails[other].finished) >= rail->asked) {
-    rail->answered_otherwise = 1;
-    rail->since_ns = now;
+    rail->is_answered = 1;
+    rail->silent_ns = now;
   }
   return 0;
 }
@@ -537,7 +538,8 @@ static int poll_rails(RailsConnection *self, uint32_t *progress) {
     if (!is_up(self, i)) continue;
     status = rail->wire->transport->poll(rail->wire, progress);
     remove_complete(rail); /* a wire may complete parts and then fail in one poll */
-    if (status == 0 && self->options.over_fabric && self->mail != NULL) {
+    /* TCP goes on by itself when the only link has a carrier again. */
+    if (status == 0 && self->options.over_fabric && self->mail != NULL && find_up(self, i + 1) != i) {
       if (word_load(&rail->fallen) > rail->failures)
         status = PROXYCCL_FABRIC_FAILED + ENETDOWN;
       else if (is_silent(self, i))
@@ -547,11 +549,12 @@ static int poll_rails(RailsConnection *self, uint32_t *progress) {
   }
   if (self->mail == NULL || status != 0) return status;
   const int progressed = *progress != before;
+  const int ended_by_peer =
+      self->options.over_fabric ? PROXYCCL_FABRIC_FAILED + ECONNRESET : PROXYCCL_VERBS_COMPLETION + WR_FLUSH_ERR;
   for (uint32_t i = 0; i < self->count && status == 0; ++i) {
     Rail *rail = &self->rails[i];
     if (word_load(&self->mail->down[i]) > rail->failures)
-      begin_recovery(self, i, self->options.over_fabric ? PROXYCCL_FABRIC_FAILED + ECONNRESET
-                                                        : PROXYCCL_VERBS_COMPLETION + WR_FLUSH_ERR, STOPPING); /* later, if no other rail is up */
+      begin_recovery(self, i, ended_by_peer, STOPPING); /* later, if no other rail is up */
     if (rail->stage == UP) continue;
     status = tell(self, i);
     if (status == 0) restore(self, i, progress);

@@ -137,8 +137,9 @@ class RailWatch:
         for each, state in states:
             if state.is_stopping and each.rail.stop():
                 lib.proxyccl_rails_stopped(each.pointer, each.number, state.failures)
-            if each.rail.works is not None and not (state.is_stopping or state.is_free or works(each.rail.works)):
-                lib.proxyccl_rails_fell(each.pointer, each.number, state.failures + 1)
+            if each.rail.works is not None and not state.is_down:
+                failure = 0 if works(each.rail.works) else state.failures + 1
+                lib.proxyccl_rails_fell(each.pointer, each.number, failure)
             if state.is_down and state.losses != each.losses:
                 # At most one more, because a rail is connected again only after a look.
                 each.losses = state.losses
