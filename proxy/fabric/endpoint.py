@@ -222,7 +222,7 @@ class FabricEndpoint(_Endpoint, RegistrationCache):
         return PeerEndpoint(self, self._endpoint)
 
     def is_running(self) -> bool:
-        """Returns whether the interface is up and its link has a carrier."""
+        """Whether the interface is up and its link has a carrier."""
         return is_running(self.offer.domain)
 
     def register(
@@ -305,8 +305,9 @@ class FabricEndpoint(_Endpoint, RegistrationCache):
 
 
 class PeerEndpoint(_Endpoint):
-    """An endpoint for one peer, which can be closed and opened again alone. Made by `FabricEndpoint.peer_endpoint`, in
-    whose domain it is, so memory that is registered there can be used here.
+    """An endpoint for one peer, which can be closed and opened again while the rank's other endpoints stay open. Made
+    by `FabricEndpoint.peer_endpoint`. Memory that is registered with the `FabricEndpoint` can be used with this
+    endpoint, because both are in the same libfabric domain.
     """
 
     def __init__(self, rank: FabricEndpoint, domain_of: Any) -> None:
@@ -324,8 +325,8 @@ class PeerEndpoint(_Endpoint):
         return self._options
 
     def stop(self) -> bool:
-        """Closes libfabric's endpoint, so that no request of this rank or of the peer is executed any more. Returns
-        False if libfabric reports an error.
+        """Closes libfabric's endpoint, after which it executes no request of this rank or of the peer. Returns False
+        if libfabric reports an error.
         """
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.requirements import NEEDS, missing
@@ -19,7 +21,7 @@ from proxyccl.proxy.transports.staged_connection import StagedEndpoint, staged_o
 from proxyccl.proxy.transports.transport import DirectEndpoint, RemoteFunctions, Transport, Wire, connect
 
 if TYPE_CHECKING:  # imported at run time only when the endpoint is opened
-    from proxyccl.proxy.fabric.endpoint import FabricContext, FabricEndpoint
+    from proxyccl.proxy.fabric.endpoint import FabricContext, FabricEndpoint, PeerEndpoint
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -51,7 +53,7 @@ def _open(setup: RemoteSetup, options: TransportOptions) -> FabricContext:
     return FabricContext(setup, options.fabric)
 
 
-def _wire(endpoint: FabricEndpoint, number: int = 0) -> Wire:
+def _wire(endpoint: FabricEndpoint | PeerEndpoint, number: int = 0) -> Wire:
     """Makes a wire whose `close` leaves the endpoint open, because the device owns the endpoint."""
     return Wire(
         endpoint.address,
@@ -64,19 +66,13 @@ def _wire(endpoint: FabricEndpoint, number: int = 0) -> Wire:
 
 def _peer_wire(rank: FabricEndpoint) -> Wire:
     endpoint = rank.peer_endpoint()
-    return Wire(
-        endpoint.address,
-        0,
-        connect=lambda theirs, timeout, given_up: endpoint.connect(theirs.endpoint, theirs.rkey),
-        close=endpoint.close,
-        rail=Rail(rank.offer.domain, endpoint.stop, endpoint.reconnect, rank.is_running),
-        speed=int(rank.offer.rate),
-    )
+    rail = Rail(rank.offer.domain, endpoint.stop, endpoint.reconnect, rank.is_running)
+    return replace(_wire(endpoint), close=endpoint.close, rail=rail)
 
 
 def _make_endpoint(device: FabricContext) -> DirectEndpoint:
-    """Makes an endpoint for a peer, with a wire for each interface. If a connection can go on after an interface has
-    failed, the wires have endpoints of libfabric for this peer alone; otherwise all peers share the device's endpoints.
+    """Makes an endpoint with a wire for each interface. The wires' endpoints of libfabric serve this peer alone if a
+    connection can go on after an interface has failed; otherwise they serve all peers.
     """
     recovers = len(device.endpoints) > 1 and device.endpoints[0].offer.recovers
     wires = map(_peer_wire if recovers else _wire, device.endpoints)
