@@ -97,17 +97,13 @@ class _Endpoint:
         lib.proxyccl_fabric_parts(self._endpoint, self.parts)
 
     @property
-    def raw_address(self) -> bytes:
-        """This endpoint's address in the provider's format."""
+    def address(self) -> bytes:
+        """This endpoint's address, as bytes, which a peer passes to its `connect`."""
         self._require_open()
         room, size = ffi.new("char[]", _ADDRESS_BYTES), ffi.new("uint64_t *", _ADDRESS_BYTES)
         self._check("fi_getname", lib.proxyccl_fabric_address(self._endpoint, room, size))
-        return bytes(ffi.buffer(room, size[0]))
-
-    @property
-    def address(self) -> bytes:
-        """This endpoint's address, as bytes, which a peer passes to its `connect`."""
-        offer, raw = self.offer, self.raw_address
+        raw = bytes(ffi.buffer(room, size[0]))
+        offer = self.offer
         return ADDRESS.encode(FabricAddress(*offer.kind, raw, offer.reads, offer.in_order, self.interfaces))
 
     def insert(self, peer: bytes) -> tuple[int, FabricAddress]:
@@ -180,20 +176,18 @@ class FabricEndpoint(_Endpoint, RegistrationCache):
         self._lock = threading.Lock()
         self._kept: list[Any] = []  # the memory of requests, which the provider may access until the endpoint is closed
 
-    def connect(self, peer: bytes, signal_key: int) -> Any:
+    def connect(self, peer: bytes, signal_key: int, endpoint: PeerEndpoint | None = None) -> Any:
         """Returns the ProxycclFabricOptions for a connection to the endpoint whose `address` is `peer`. `signal_key` is
-        the key of the memory that contains the peer's semaphore words.
+        the key of the memory that contains the peer's semaphore words. The connection uses `endpoint`, or this endpoint
+        if `endpoint` is None.
 
         Raises:
             ArgumentError: the bytes are not an address, or are an address of another provider.
             ResourceError: the system or the provider is out of memory or descriptors.
             RuntimeUnavailableError: the provider refuses the address.
         """
-        return self.options_of(self, peer, signal_key)
-
-    def options_of(self, endpoint: _Endpoint, peer: bytes, signal_key: int) -> Any:
-        """Implements `connect` for an endpoint in this endpoint's domain."""
-        number, theirs = endpoint.insert(peer)
+        used = endpoint or self
+        number, theirs = used.insert(peer)
         requests = ffi.new("char[]", self.depth * lib.PROXYCCL_FABRIC_REQUEST_BYTES)
         ptr = int(ffi.cast("uintptr_t", requests))
         registration = self.register(ptr, len(requests))
@@ -201,8 +195,8 @@ class FabricEndpoint(_Endpoint, RegistrationCache):
             self._kept.append(requests)
         return fill(
             ffi.new("ProxycclFabricOptions *"),
-            endpoint=endpoint.parts.endpoint,
-            queue=endpoint.parts.queue,
+            endpoint=used.parts.endpoint,
+            queue=used.parts.queue,
             peer=number,
             depth=self.depth,
             ordered=self.ordered,
@@ -213,7 +207,7 @@ class FabricEndpoint(_Endpoint, RegistrationCache):
             requests=ptr,
             requests_key=registration.local_key,
             descriptors=self._descriptors,
-            looks=endpoint.looks,
+            looks=used.looks,
         )
 
     def peer_endpoint(self) -> PeerEndpoint:
@@ -316,12 +310,12 @@ class PeerEndpoint(_Endpoint):
         self._peer = b""
         self._options: Any = None
         self._open(domain_of=domain_of)
-        self._address = self.raw_address
+        self._address = ADDRESS.decode(self.address, "this rank").address
         self._is_stopped = False
 
     def connect(self, peer: bytes, signal_key: int) -> Any:
         """Implements `FabricEndpoint.connect`. `reconnect` changes the returned options."""
-        self._peer, self._options = peer, self._rank.options_of(self, peer, signal_key)
+        self._peer, self._options = peer, self._rank.connect(peer, signal_key, self)
         return self._options
 
     def stop(self) -> bool:
