@@ -31,8 +31,9 @@ _ROUNDS, _MOST_CALLS, _BYTES = 5, 100, 16 << 20
 _CASES = (["eth0"], ["eth0", "eth1"])
 
 
-def _run_rank(directory: str, rank: int, names: list[str], transport: str, sizes: list[int]) -> None:
-    fabric = FabricOptions(interface=f"={names[0]}") if len(names) == 1 else FabricOptions(interfaces=names)
+def _run_rank(directory: str, rank: int, names: list[str], transport: str, provider: str, sizes: list[int]) -> None:
+    several = {"interface": f"={names[0]}"} if len(names) == 1 else {"interfaces": names}
+    fabric = FabricOptions(provider=provider, **several)
     bootstrap = FileBootstrap(Path(directory), rank, 2)
     with Communicator(bootstrap, fabric=fabric, transport={(0, 1): transport}, timeout=120) as comm:
         for nbytes in sizes:
@@ -52,9 +53,11 @@ def _run_rank(directory: str, rank: int, names: list[str], transport: str, sizes
                 print(RESULT + json.dumps(statistics.median(times[1:])), flush=True)
 
 
-def _measure(hosts: Hosts, names: list[str], transport: str, sizes: list[int], seconds: float) -> list[float]:
+def _measure(
+    hosts: Hosts, names: list[str], transport: str, provider: str, sizes: list[int], seconds: float
+) -> list[float]:
     with tempfile.TemporaryDirectory() as directory:
-        case = [",".join(names), transport, ",".join(map(str, sizes))]
+        case = [",".join(names), transport, provider, ",".join(map(str, sizes))]
         env = {"PROXYCCL_RUNTIME": "host", "PROXYCCL_PROXY": "thread"}
         ranks = [hosts.start(rank, __file__, "--rank", directory, str(rank), *case, env=env) for rank in range(2)]
         outputs = [rank.communicate(timeout=seconds)[0] for rank in ranks]
@@ -67,12 +70,14 @@ def main() -> None:
     parser = common_arguments(__doc__ or "")
     parser.add_argument("--rate", help="limits each interface by tc's token bucket, such as 400mbit")
     parser.add_argument("--transport", default="fabric", choices=("fabric", "staged_fabric"))
-    parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)  # the processes that this program starts
+    parser.add_argument("--provider", default="tcp", help="libfabric's provider; ranks go on after failures with net")
+    parser.add_argument("--rank", nargs=6, help=argparse.SUPPRESS)  # the processes that this program starts
     parsed = parser.parse_args()
     end_if_it_hangs(parsed.seconds)
     if parsed.rank:
-        directory, rank, names, transport, sizes = parsed.rank
-        return _run_rank(directory, int(rank), names.split(","), transport, [int(each) for each in sizes.split(",")])
+        directory, rank, names, transport, provider, sizes = parsed.rank
+        lengths = [int(each) for each in sizes.split(",")]
+        return _run_rank(directory, int(rank), names.split(","), transport, provider, lengths)
     reason = unavailable_reason()  # fetches libfabric
     if reason:
         sys.exit(f"there is no libfabric: {reason}")
@@ -82,7 +87,8 @@ def main() -> None:
             for interface in range(2):
                 limit = ("tbf", "rate", parsed.rate, "burst", "256kb", "latency", "50ms")
                 hosts.disturb(host, *limit, interface=interface)
-        one, two = (_measure(hosts, names, parsed.transport, sizes, parsed.seconds) for names in _CASES)
+        how = parsed.transport, parsed.provider, sizes, parsed.seconds
+        one, two = (_measure(hosts, names, *how) for names in _CASES)
     rows = []
     for nbytes, of_one, of_two in zip(sizes, one, two, strict=True):
         rows.append({"bytes": nbytes, "one_interface_s": of_one, "two_interfaces_s": of_two, "ratio": of_one / of_two})
@@ -90,6 +96,7 @@ def main() -> None:
         print(f"{show_size(nbytes):>8}  {times_ms}  {of_one / of_two:.2f} x")
     if parsed.json:
         facts = {"machine": machine(), "versions": versions(), "rate": parsed.rate, "transport": parsed.transport}
+        facts["provider"] = parsed.provider
         write_json(parsed.json, {**facts, "interfaces": rows})
     return None
 

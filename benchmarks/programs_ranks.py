@@ -119,7 +119,7 @@ class Ranks:
         for collective, table in variant.tables:
             comm.collectives.selector = comm.collectives.selector.with_table(collective, table)
         if not variant.lends:
-            comm.collectives.lent_memory.limit = 0
+            comm.group.lent_memory.limit = 0
         # The first call fixes the number of blocks of the group's kernels.
         dist.reduce_scatter_tensor(self.ones(1), self.ones(self.size), group=group)
         comm.runtime.launch_defaults = defaults

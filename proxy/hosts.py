@@ -6,6 +6,7 @@ Containers of one host have different host names, so hosts are identified by the
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import ipaddress
@@ -13,11 +14,13 @@ import os
 import platform
 import socket
 import struct
+import sys
 from pathlib import Path
 
 from proxyccl.device.errors import ArgumentError
 
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913
+_IFF_RUNNING = 0x40
 _IPV6 = Path("/proc/net/if_inet6")
 
 
@@ -64,6 +67,18 @@ def host_addresses() -> list[str]:
                 found.append(socket.inet_ntoa(fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, request)[20:24]))
     found += _ipv6_addresses()
     return [address for address in found if not ipaddress.ip_address(address).is_loopback] or found
+
+
+def is_running(interface: str) -> bool:
+    """Returns whether a network interface is up and its link has a carrier; True if the system does not say. Does not
+    read sysfs, which may show the interfaces of another network namespace.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+            answer = fcntl.ioctl(asker.fileno(), _SIOCGIFFLAGS, struct.pack("256s", interface.encode()[:15]))
+    except OSError as error:
+        return error.errno != errno.ENODEV
+    return bool(int.from_bytes(answer[16:18], sys.byteorder) & _IFF_RUNNING)
 
 
 def _ipv6_addresses() -> list[str]:

@@ -32,6 +32,7 @@ struct ProxycclFabricOffers {
 struct ProxycclFabricEndpoint {
   int binds_regions; /* 1 if registered memory must also be bound to the endpoint */
   int reads;
+  int shares; /* 1 if the fabric and the domain belong to another endpoint */
   struct fid_fabric *fabric;
   struct fid_domain *domain;
   struct fid_cq *queue;
@@ -129,9 +130,9 @@ static int open_parts(ProxycclFabricEndpoint *self, OpenFabric *open_fabric, str
   struct fi_av_attr peers = {.type = info->domain_attr->av_type == FI_AV_MAP ? FI_AV_MAP : FI_AV_TABLE};
   int status;
   *call = "fi_fabric";
-  if ((status = open_fabric(info->fabric_attr, &self->fabric, NULL)) != 0) return status;
+  if (!self->shares && (status = open_fabric(info->fabric_attr, &self->fabric, NULL)) != 0) return status;
   *call = "fi_domain";
-  if ((status = fi_domain(self->fabric, info, &self->domain, NULL)) != 0) return status;
+  if (!self->shares && (status = fi_domain(self->fabric, info, &self->domain, NULL)) != 0) return status;
   *call = "fi_cq_open";
   if ((status = open_queue(self, completions, waits)) != 0) return status;
   *call = "fi_av_open";
@@ -147,7 +148,8 @@ static int open_parts(ProxycclFabricEndpoint *self, OpenFabric *open_fabric, str
 }
 
 int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,
-                         uint32_t completions, uint32_t waits, ProxycclFabricEndpoint **endpoint, const char **call) {
+                         uint32_t completions, uint32_t waits, const ProxycclFabricEndpoint *domain_of,
+                         const void *address, ProxycclFabricEndpoint **endpoint, const char **call) {
   const struct fi_info *info = info_of(offers, number);
   ProxycclFabricEndpoint *self = calloc(1, sizeof *self);
   *call = "calloc";
@@ -157,7 +159,13 @@ int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFab
   }
   self->binds_regions = (info->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0;
   self->reads = (info->caps & READS) == READS;
+  if (domain_of != NULL) {
+    self->shares = 1;
+    self->fabric = domain_of->fabric;
+    self->domain = domain_of->domain;
+  }
   struct fi_info *own = ((Dupinfo *)library->fi_dupinfo)(info);
+  if (own != NULL && address != NULL && own->src_addr != NULL) memcpy(own->src_addr, address, own->src_addrlen);
   const int status =
       own == NULL ? -ENOMEM : open_parts(self, (OpenFabric *)library->fi_fabric, own, completions, waits, call);
   if (own != NULL) ((Freeinfo *)library->fi_freeinfo)(own);
@@ -176,9 +184,11 @@ void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabri
 
 int proxyccl_fabric_close(ProxycclFabricEndpoint *self) {
   struct fid *const parts[] = {
-      self->endpoint == NULL ? NULL : &self->endpoint->fid, self->peers == NULL ? NULL : &self->peers->fid,
-      self->queue == NULL ? NULL : &self->queue->fid,       self->domain == NULL ? NULL : &self->domain->fid,
-      self->fabric == NULL ? NULL : &self->fabric->fid,
+      self->endpoint == NULL ? NULL : &self->endpoint->fid,
+      self->peers == NULL ? NULL : &self->peers->fid,
+      self->queue == NULL ? NULL : &self->queue->fid,
+      self->domain == NULL || self->shares ? NULL : &self->domain->fid,
+      self->fabric == NULL || self->shares ? NULL : &self->fabric->fid,
   };
   int first = 0;
   for (size_t i = 0; i < sizeof parts / sizeof *parts; ++i) {
@@ -255,7 +265,8 @@ int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, P
 void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers) {}
 
 int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,
-                         uint32_t completions, uint32_t waits, ProxycclFabricEndpoint **endpoint, const char **call) {
+                         uint32_t completions, uint32_t waits, const ProxycclFabricEndpoint *domain_of,
+                         const void *address, ProxycclFabricEndpoint **endpoint, const char **call) {
   *call = "fi_fabric";
   return ENOSYS;
 }

@@ -49,9 +49,13 @@ typedef struct ProxycclFabricParts {
 } ProxycclFabricParts;
 
 /* Opens an endpoint of offer `number`. `completions` is the completion queue's size. With `waits`, the queue gets a
- * file descriptor if the provider supports one. On failure, *call is the name of the libfabric function that failed. */
+ * file descriptor if the provider supports one. The endpoint belongs to the domain of `domain_of`, which must be closed
+ * after it, or to a new domain if `domain_of` is NULL. `address` is the address that an earlier endpoint of the offer
+ * had (proxyccl_fabric_address), or NULL for any. On failure, *call is the name of the libfabric function that
+ * failed. */
 int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,
-                         uint32_t completions, uint32_t waits, ProxycclFabricEndpoint **endpoint, const char **call);
+                         uint32_t completions, uint32_t waits, const ProxycclFabricEndpoint *domain_of,
+                         const void *address, ProxycclFabricEndpoint **endpoint, const char **call);
 void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabricParts *parts);
 /* Closes an endpoint and frees it. The caller must first deregister all memory, and wait for all requests whose results
  * it needs. Returns the first error, or 0. */

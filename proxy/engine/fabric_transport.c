@@ -60,6 +60,7 @@ struct FabricConnection {
   uint32_t quiet; /* number of requests since the last request with a completion */
   uint64_t made, posted, retired;
   uint64_t quiet_since; /* time when the last request without a completion was posted */
+  int failed;           /* status of a post that failed, which the next poll returns */
   int hurried;          /* whether requests without a completion delay a read, or a flush for which a thread waits */
   int reading;          /* 1 if the outstanding and prepared requests are reads, 0 if they are writes */
   uint64_t looks;       /* the value of options.looks at this connection's last poll */
@@ -90,16 +91,19 @@ static void *descriptor_of(const FabricConnection *self, uint64_t key) {
   return key < PROXYCCL_FABRIC_LOCAL_KEYS ? (void *)(uintptr_t)self->options.descriptors[key] : NULL;
 }
 
-/* Posts the prepared request, if there is one. */
+/* Posts the prepared request, if there is one. Returns 0, or WAITS if the provider has no room or the post failed. */
 static int post(FabricConnection *self, int awaited) {
   if (self->posted == self->made) return 0;
+  if (self->failed != 0) return WAITS;
   awaited |= self->reading;
   FabricRequest *request = request_of(self, self->made);
   request->awaited = (uint32_t)awaited;
   request->state = 0;
   const int error = fabric_post(self->endpoint, self->options.peer, self->reading, awaited, &self->parts, request);
-  if (error == FI_EAGAIN) return WAITS;
-  if (error != 0) return failed(error);
+  if (error != 0) {
+    if (error != FI_EAGAIN) self->failed = failed(error);
+    return WAITS;
+  }
   self->posted = self->made;
   self->quiet = awaited ? 0 : self->quiet + 1;
   if (!awaited) self->quiet_since = now_ns();
@@ -175,8 +179,7 @@ static int issue(ProxycclConnection *base) {
       continue;
     }
     if (turns(self, operation)) return 0;
-    const int status = post(self, !self->options.ordered || self->quiet + 1 >= self->run);
-    if (status != 0) return status == WAITS ? 0 : status;
+    if (post(self, !self->options.ordered || self->quiet + 1 >= self->run) != 0) return 0;
     if (self->made - self->retired == self->options.depth) return 0;
     if (operation->kind == SIGNAL && !self->options.ordered && self->made != self->retired) return 0;
     make_request(self, operation);
@@ -209,17 +212,18 @@ static int is_to_look(FabricConnection *self) {
 
 /* Retires requests in order, up to the first request that is not known to be complete. */
 static int retire(FabricConnection *self) {
+  int status = 0;
   for (uint64_t number = self->retired + 1; number <= self->posted; ++number) {
     const FabricRequest *request = request_of(self, number);
     const uint32_t state = request_state(request);
     /* A request that asks for no completion still reports an error. */
-    if (state != 0 && state != DELIVERED) return failed((int)state);
-    if (!request->awaited) continue; /* this request is complete once the next request with a completion is complete */
-    if (state == 0) break;
-    self->retired = number;
+    if (state != 0 && state != DELIVERED) status = failed((int)state);
+    if (status != 0 || (request->awaited && state == 0)) break;
+    /* A request without a completion is complete once the next request with a completion is complete. */
+    if (request->awaited) self->retired = number;
   }
   flushes_complete(&self->queue.flushes, self->retired);
-  return 0;
+  return status;
 }
 
 static int fabric_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
@@ -230,34 +234,35 @@ static int fabric_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t va
 }
 
 /* Posts the prepared request, with a completion if one is due. */
-static int end_run(FabricConnection *self) {
-  return post(self, !self->options.ordered || self->hurried || self->quiet + 1 >= self->run);
+static void end_run(FabricConnection *self) {
+  post(self, !self->options.ordered || self->hurried || self->quiet + 1 >= self->run);
 }
 
 /* If requests without a completion delay a flush, or if QUIET_NS have passed since the last such request, posts a write
  * of zero bytes with a completion. */
-static int ask(FabricConnection *self) {
-  if (self->quiet == 0 || self->posted < self->made || self->made - self->retired == self->options.depth) return 0;
-  if (!self->hurried && now_ns() - self->quiet_since < QUIET_NS) return 0;
+static void ask(FabricConnection *self) {
+  if (self->quiet == 0 || self->posted < self->made || self->made - self->retired == self->options.depth) return;
+  if (!self->hurried && now_ns() - self->quiet_since < QUIET_NS) return;
   begin_request(self);
   self->parts.count = 1; /* the write uses the addresses of the last request's first part */
   self->parts.own[0].iov_len = self->parts.theirs[0].len = 0;
-  return post(self, 1);
+  post(self, 1);
 }
 
 static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   FabricConnection *self = self_of(base);
-  const int posted = end_run(self); /* the post comes before the poll, because a poll takes system calls */
+  end_run(self); /* the post comes before the poll, because a poll takes system calls */
   const int ended = is_to_look(self) ? fabric_drain(self->completions, take_end, self, progress) : 0;
   int status = ended == 0 ? retire(self) : failed(ended);
   /* An error in the queue may have caused a post to fail, so the queue's error is reported. */
-  if (status == 0 && posted != WAITS) status = posted;
-  if (status == 0) status = issue(base);
-  if (status == 0) status = end_run(self);
-  if (status == 0) status = ask(self);
+  if (status == 0) status = self->failed;
+  if (status == 0) {
+    issue(base);
+    end_run(self);
+    ask(self);
+  }
   if (self->quiet == 0 && self->posted == self->made && operations_next(&self->queue.operations) == NULL)
     self->hurried = 0;
-  if (status == WAITS) status = 0;
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
@@ -322,13 +327,6 @@ const ProxycclTransport proxyccl_fabric_transport = {
 
 int proxyccl_fabric_built(void) { return 0; }
 
-static ProxycclConnection *fabric_create(const void *options, const ProxycclRuntimeTable *runtime,
-                                         const char **refused) {
-  (void)options, (void)runtime, (void)refused;
-  errno = ENOSYS;
-  return NULL;
-}
-
-const ProxycclTransport proxyccl_fabric_transport = {.name = "fabric", .create = fabric_create};
+const ProxycclTransport proxyccl_fabric_transport = {.name = "fabric"};
 
 #endif

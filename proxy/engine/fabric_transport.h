@@ -1,4 +1,5 @@
-/* The transport `fabric` makes RMA writes and reads through libfabric. A rank has one endpoint for all peers.
+/* The transport `fabric` makes RMA writes and reads through libfabric. A rank has one endpoint for all peers, or, if
+ * connections go on after an interface has failed, one for each peer and interface.
  *
  * The transport is built only with libfabric's headers. The engine is not linked to the library, because libfabric's
  * inline functions call through function tables in the endpoint and in the completion queue. */

@@ -9,16 +9,22 @@
  * several rails may be down, and a rail may fail during the recovery from another rail's failure. */
 #include "rails_transport.h"
 
+#include <errno.h>
 #include <stddef.h>
 #include <stdlib.h>
 
 #include "clock.h"
+#include "fabric_transport.h"
 #include "operations.h"
 #include "transports.h"
 #include "verbs_transport.h"
 
 enum { PARTS = PROXYCCL_RAIL_PARTS };
 enum { WR_FLUSH_ERR = 5 }; /* an ibv_wc_status */
+enum {
+  SILENT_NS = 1000000000,      /* TCP sends a lost packet again 0.2, 0.6 and 1.4 s after the first time */
+  SLOWEST_BYTES_PER_MS = 16384 /* a rail over `fabric` that is slower may be taken for failed */
+};
 
 /* The stages of a rail: in use, its restoration after a failure, and its recovery from the failure. */
 typedef enum {
@@ -27,7 +33,8 @@ typedef enum {
   JOINING,  /* this rank's queue pair is connected; the peer must be told so, and must have connected its own */
   TRYING,   /* a request on the rail must be executed before the rail is used */
   LEAVING,  /* the request has completed with an error; the peer's queue pair must stop before both are connected */
-  STOPPING, /* this rank's queue pair must still get into its error state, so that it executes no late requests */
+  STOPPING, /* this rank's queue pair must still get into its error state, so that it executes no late requests; over
+               `fabric`, the rail's endpoint must be closed */
   WAITING,  /* the peer must be told that the queue pair is in its error state, and its own queue pair must get there;
                then the peer executes no outstanding part */
   READING,  /* the peer's semaphore words are read, which show what was executed */
@@ -48,14 +55,18 @@ typedef struct {
   uint64_t turn;     /* number of the last failure among the failures of all rails */
   int told;          /* whether the peer has been told of the stage, by a rail that has not failed since */
   uint64_t next;     /* in the stages READING and MOVING: number of the rail's next part */
-  uint64_t asked;    /* in the stages READING and TRYING: the value that `finished` gets; 0 until all is requested */
+  uint64_t asked; /* in the stages READING, TRYING and UP: the value that `finished` gets; 0 until all is requested */
   uint64_t finished; /* the value of the last flush of requests for a recovery or a trial on this rail */
   uint64_t until_ns; /* time at which the recovery is given up */
-  uint64_t state;    /* pairing rail-state: what proxyccl_rails_state returns, packed */
+  /* For is_silent: `first` at the last poll; the time from which the rail is silent, 0 if it is not; and whether the
+   * peer has answered a request on another rail since. */
+  uint64_t seen, silent_ns;
+  int is_answered;
+  uint64_t state; /* pairing rail-state: what proxyccl_rails_state returns, packed */
   /* Pairing rail-change, written by another thread: number of the failure after which the queue pair was stopped, or
-   * connected again. */
-  uint64_t stopped, connected;
-  ProxycclVerbsOptions options;
+   * connected again, or of the failure that the rail has because its adapter is down. */
+  uint64_t stopped, connected, fallen;
+  const void *options;     /* as ProxycclRailsOptions.options */
   Operation parts[PARTS];  /* a part's keys are addresses of its keys on all rails */
   uint64_t numbers[PARTS]; /* the parts' numbers among all parts of the connection, from 1 */
 } Rail;
@@ -77,7 +88,8 @@ typedef struct {
 
 static RailsConnection *self_of(ProxycclConnection *base) { return (RailsConnection *)base; }
 
-/* The fields of `state`. All statuses of `verbs` fit into 17 bits; 7 bits remain for the number of losses. */
+/* The fields of `state`. The statuses of failed rails fit into 17 bits, over `fabric` without PROXYCCL_FABRIC_FAILED; 7
+ * bits remain for the number of losses. */
 enum {
   STATE_DOWN = 1,
   STATE_STOPPING = 2,
@@ -104,12 +116,16 @@ static void enter(RailsConnection *self, Rail *rail, Stage stage) {
   rail->stage = stage;
   if (stage == JOINING || stage == LEAVING || stage == WAITING) rail->told = 0;
   rail->asked = 0;
-  word_store(&rail->state, rail->failures << STATE_FAILURES_SHIFT | (uint64_t)rail->status << STATE_STATUS_SHIFT |
+  word_store(&rail->state, rail->failures << STATE_FAILURES_SHIFT |
+                               (uint64_t)(rail->status & STATE_STATUS) << STATE_STATUS_SHIFT |
                                rail->losses << STATE_LOSSES_SHIFT | (stage == UP ? 0 : STATE_DOWN) |
                                (stage == STOPPING ? STATE_STOPPING : 0) | (stage == DOWN ? STATE_FREE : 0));
   self->home = find_up(self, self->options.home);
   self->recovers = 0;
-  for (uint32_t i = 0; i < self->count; ++i) self->recovers |= is_recovering(&self->rails[i]);
+  for (uint32_t i = 0; i < self->count; ++i) {
+    self->recovers |= is_recovering(&self->rails[i]);
+    self->rails[i].silent_ns = 0; /* the rail over which is_silent asks may be another one now */
+  }
 }
 
 static int is_busy(const Rail *rail) { return rail->first != rail->last; }
@@ -279,6 +295,10 @@ static void remove_complete(Rail *rail) { rail->first = rail->wire->progress.com
 /* Returns whether a status shows that the adapter, the link or the queue pair failed, and not that the request was
  * wrong. */
 static int is_of_link(int status) {
+  static const int errors[] = {EIO,      EPIPE,     ENETDOWN,  ENETUNREACH,  ENETRESET, ECONNABORTED, ECONNRESET,
+                               ENOTCONN, ESHUTDOWN, ETIMEDOUT, ECONNREFUSED, EHOSTDOWN, ECANCELED,    EHOSTUNREACH};
+  for (size_t i = 0; i < sizeof errors / sizeof *errors; ++i)
+    if (status == PROXYCCL_FABRIC_FAILED + errors[i]) return 1;
   /* ibv_wc_status: LOC_QP_OP_ERR, WR_FLUSH_ERR, RETRY_EXC_ERR, RNR_RETRY_EXC_ERR, FATAL_ERR, RESP_TIMEOUT_ERR,
    * GENERAL_ERR */
   const uint32_t statuses = 1 << 2 | 1 << 5 | 1 << 12 | 1 << 13 | 1 << 19 | 1 << 20 | 1 << 21;
@@ -298,6 +318,12 @@ static void enter_after_failure(RailsConnection *self, Rail *failed, int status,
     self->rails[i].told = 0;
     if (self->rails[i].stage == READING) enter(self, &self->rails[i], WAITING);
   }
+}
+
+/* Returns a rail's first stage after a failure with this status: `stopped` if a completion with an error shows that the
+ * queue pair is in its error state. An endpoint of libfabric must be closed after any failure. */
+static Stage stage_after(const RailsConnection *self, int status, Stage stopped) {
+  return self->options.over_fabric || status < PROXYCCL_VERBS_COMPLETION ? STOPPING : stopped;
 }
 
 /* Begins the recovery from a rail's failure. Returns the status if the connection can't do without the rail. */
@@ -400,8 +426,9 @@ static int recover(RailsConnection *self, uint32_t number, uint32_t *progress) {
   ++*progress; /* the thread must not sleep long meanwhile */
   switch (failed->stage) {
     case STOPPING: /* the other thread, or a completion with an error, shows the error state */
-      if (failed->wire->transport->poll(failed->wire, progress) >= PROXYCCL_VERBS_COMPLETION ||
-          word_load(&failed->stopped) == failed->failures)
+      if (word_load(&failed->stopped) == failed->failures ||
+          (!self->options.over_fabric &&
+           failed->wire->transport->poll(failed->wire, progress) >= PROXYCCL_VERBS_COMPLETION))
         enter(self, failed, WAITING);
       return 0;
     case WAITING:
@@ -412,7 +439,7 @@ static int recover(RailsConnection *self, uint32_t number, uint32_t *progress) {
       enter(self, failed, READING); /* fall through */
     case READING:
       if (failed->asked == 0) return read_words(self, number, by);
-      if (word_load(&self->rails[by].finished) != failed->asked) return 0;
+      if (word_load(&self->rails[by].finished) < failed->asked) return 0;
       remove_executed(self, failed);
       failed->next = failed->first;
       enter(self, failed, MOVING); /* fall through */
@@ -423,10 +450,12 @@ static int recover(RailsConnection *self, uint32_t number, uint32_t *progress) {
   }
 }
 
+static const char *wires_of(const RailsConnection *self) { return self->options.over_fabric ? "fabric" : "verbs"; }
+
 /* Makes a new connection over a failed rail's queue pair. Returns 0 if there is no memory for it. */
 static int renew(const RailsConnection *self, Rail *failed) {
   const char *refused;
-  ProxycclConnection *wire = proxyccl_connection_create("verbs", &failed->options, self->runtime, &refused);
+  ProxycclConnection *wire = proxyccl_connection_create(wires_of(self), failed->options, self->runtime, &refused);
   if (wire == NULL) return 0;
   proxyccl_connection_destroy(failed->wire);
   failed->wire = wire;
@@ -455,7 +484,7 @@ static void restore(RailsConnection *self, uint32_t number, uint32_t *progress) 
       break;
     case TRYING:
       status = failed->wire->transport->poll(failed->wire, progress);
-      if (status == 0 && word_load(&failed->finished) == failed->asked && !self->recovers) enter(self, failed, UP);
+      if (status == 0 && word_load(&failed->finished) >= failed->asked && !self->recovers) enter(self, failed, UP);
       break;
     case LEAVING:
       if (failed->told && word_load(&self->mail->down[number]) >= failed->failures) enter(self, failed, DOWN);
@@ -464,7 +493,40 @@ static void restore(RailsConnection *self, uint32_t number, uint32_t *progress) 
       return;
   }
   /* If no completion shows a failure, the queue pair may not be in its error state yet. */
-  if (status != 0) enter_after_failure(self, failed, status, status < PROXYCCL_VERBS_COMPLETION ? STOPPING : LEAVING);
+  if (status != 0) enter_after_failure(self, failed, status, stage_after(self, status, LEAVING));
+}
+
+/* Returns whether a rail over `fabric`, which is not the only one that is up, makes no progress although the peer
+ * answers over another rail. After SILENT_NS without a completion, and the time that the outstanding bytes may take,
+ * the rank makes a request over the other rail. The peer's proxy may have been paused until then, so the rail has
+ * failed only if it makes no progress for SILENT_NS after the answer. */
+static int is_silent(RailsConnection *self, uint32_t number) {
+  Rail *rail = &self->rails[number];
+  const uint32_t other = find_up(self, number + 1);
+  if (!is_busy(rail) || rail->first != rail->seen) rail->silent_ns = 0;
+  if (!is_busy(rail)) return 0;
+  const uint64_t now = now_ns();
+  if (rail->silent_ns == 0) {
+    rail->seen = rail->first;
+    rail->silent_ns = now;
+    rail->asked = 0;
+    rail->is_answered = 0;
+  }
+  if (now - rail->silent_ns < SILENT_NS) return 0;
+  if (rail->is_answered) return 1;
+  if (rail->asked == 0) {
+    uint64_t bytes = 0;
+    for (uint64_t i = rail->first; i != rail->last; ++i) bytes += rail->parts[i % PARTS].bytes;
+    const uint64_t limit_ns = SILENT_NS + bytes / SLOWEST_BYTES_PER_MS * 1000000;
+    if (now - rail->silent_ns < limit_ns || !has_room(&self->rails[other])) return 0;
+    /* Writes the value that the peer's word has already. If the other rail fails, its next poll shows the status. */
+    write_mail(self, other, offsetof(ProxycclRailsMail, down), number, rail->failures);
+    ask(self, &self->rails[other], &rail->asked);
+  } else if (word_load(&self->rails[other].finished) >= rail->asked) {
+    rail->is_answered = 1;
+    rail->silent_ns = now;
+  }
+  return 0;
 }
 
 /* Polls the rails that are up, and begins a recovery if one fails here or at the peer. */
@@ -476,14 +538,23 @@ static int poll_rails(RailsConnection *self, uint32_t *progress) {
     if (!is_up(self, i)) continue;
     status = rail->wire->transport->poll(rail->wire, progress);
     remove_complete(rail); /* a wire may complete parts and then fail in one poll */
-    if (status != 0) status = begin_recovery(self, i, status, WAITING);
+    /* TCP goes on by itself when the only link has a carrier again. */
+    if (status == 0 && self->options.over_fabric && self->mail != NULL && find_up(self, i + 1) != i) {
+      if (word_load(&rail->fallen) > rail->failures)
+        status = PROXYCCL_FABRIC_FAILED + ENETDOWN;
+      else if (is_silent(self, i))
+        status = PROXYCCL_FABRIC_FAILED + ETIMEDOUT;
+    }
+    if (status != 0) status = begin_recovery(self, i, status, stage_after(self, status, WAITING));
   }
   if (self->mail == NULL || status != 0) return status;
   const int progressed = *progress != before;
+  const int ended_by_peer =
+      self->options.over_fabric ? PROXYCCL_FABRIC_FAILED + ECONNRESET : PROXYCCL_VERBS_COMPLETION + WR_FLUSH_ERR;
   for (uint32_t i = 0; i < self->count && status == 0; ++i) {
     Rail *rail = &self->rails[i];
     if (word_load(&self->mail->down[i]) > rail->failures)
-      begin_recovery(self, i, PROXYCCL_VERBS_COMPLETION + WR_FLUSH_ERR, STOPPING); /* later, if no other rail is up */
+      begin_recovery(self, i, ended_by_peer, STOPPING); /* later, if no other rail is up */
     if (rail->stage == UP) continue;
     status = tell(self, i);
     if (status == 0) restore(self, i, progress);
@@ -515,12 +586,14 @@ static int rails_idle(const ProxycclConnection *base) {
 }
 
 void proxyccl_rails_state(const ProxycclConnection *base, uint32_t rail, ProxycclRailsState *state) {
-  const uint64_t word = word_load(&((const RailsConnection *)base)->rails[rail].state);
+  const RailsConnection *self = (const RailsConnection *)base;
+  const uint64_t word = word_load(&self->rails[rail].state);
   state->failures = word >> STATE_FAILURES_SHIFT;
   state->is_down = (word & STATE_DOWN) != 0;
   state->is_stopping = (word & STATE_STOPPING) != 0;
   state->is_free = (word & STATE_FREE) != 0;
-  state->status = (int)(word >> STATE_STATUS_SHIFT & STATE_STATUS);
+  state->status =
+      (int)(word >> STATE_STATUS_SHIFT & STATE_STATUS) + (self->options.over_fabric ? PROXYCCL_FABRIC_FAILED : 0);
   state->losses = (uint32_t)word >> STATE_LOSSES_SHIFT;
 }
 
@@ -530,6 +603,10 @@ void proxyccl_rails_stopped(ProxycclConnection *base, uint32_t rail, uint64_t fa
 
 void proxyccl_rails_reconnected(ProxycclConnection *base, uint32_t rail, uint64_t failure) {
   word_store(&self_of(base)->rails[rail].connected, failure);
+}
+
+void proxyccl_rails_fell(ProxycclConnection *base, uint32_t rail, uint64_t failure) {
+  word_store(&self_of(base)->rails[rail].fallen, failure);
 }
 
 /* The queue holds the address of a memory's keys on all rails in place of a key. */
@@ -591,13 +668,10 @@ static ProxycclConnection *rails_create(const void *given, const ProxycclRuntime
   for (uint32_t i = 0; i < self->count; ++i) {
     Rail *rail = &self->rails[i];
     rail->speed = options->speeds[i];
-    const void *given_options = options->options[i];
-    if (!options->over_fabric) {
-      rail->options = *(const ProxycclVerbsOptions *)given_options;
-      given_options = &rail->options;
-      self->signal_keys[i] = rail->options.signal_rkey;
-    }
-    rail->wire = proxyccl_connection_create(options->over_fabric ? "fabric" : "verbs", given_options, runtime, refused);
+    rail->options = options->options[i];
+    self->signal_keys[i] = options->over_fabric ? ((const ProxycclFabricOptions *)rail->options)->signal_key
+                                                : ((const ProxycclVerbsOptions *)rail->options)->signal_rkey;
+    rail->wire = proxyccl_connection_create(wires_of(self), rail->options, runtime, refused);
     if (rail->wire == NULL) {
       rails_destroy(&self->queue.base);
       return NULL;

@@ -25,10 +25,12 @@ typedef struct ProxycclRailsMail {
 } ProxycclRailsMail;
 
 typedef struct ProxycclRailsOptions {
-  uint32_t count;                      /* number of rails, at most PROXYCCL_RAILS */
-  const void *options[PROXYCCL_RAILS]; /* a ProxycclVerbsOptions or ProxycclFabricOptions for each rail */
-  uint32_t speeds[PROXYCCL_RAILS];     /* relative, at least 1: a put is divided in proportion to the speeds */
-  uint32_t cut;  /* puts and gets of at least this many bytes are cut into one part for each rail */
+  uint32_t count; /* number of rails, at most PROXYCCL_RAILS */
+  /* A ProxycclVerbsOptions or ProxycclFabricOptions for each rail. With `mail`, these structs must outlive the
+   * connection, and may be changed while the rail is free (ProxycclRailsState). */
+  const void *options[PROXYCCL_RAILS];
+  uint32_t speeds[PROXYCCL_RAILS]; /* relative, at least 1: a put is divided in proportion to the speeds */
+  uint32_t cut;                    /* puts and gets of at least this many bytes are cut into one part for each rail */
   uint64_t mail; /* address of this rank's ProxycclRailsMail; 0 if a failed rail ends the connection */
   uint64_t mail_keys[PROXYCCL_RAILS];      /* local keys of `mail` */
   uint64_t peer_mail;                      /* address of the peer's ProxycclRailsMail */
@@ -56,3 +58,6 @@ void proxyccl_rails_state(const struct ProxycclConnection *connection, uint32_t 
  * left (is_free), after the failure with this number. */
 void proxyccl_rails_stopped(struct ProxycclConnection *connection, uint32_t rail, uint64_t failure);
 void proxyccl_rails_reconnected(struct ProxycclConnection *connection, uint32_t rail, uint64_t failure);
+/* Tells the engine, for rails over `fabric`, that the adapter of a rail in use is down, which is the rail's failure
+ * with this number; 0 if the adapter works. */
+void proxyccl_rails_fell(struct ProxycclConnection *connection, uint32_t rail, uint64_t failure);

@@ -41,7 +41,7 @@ typedef struct ProxycclTransport {
   uint32_t copies; /* PROXYCCL_COPIES_ flags; the engine refuses `remote_only` memory of the flagged kinds */
   /* Makes a connection. `options` is the transport's options struct; objects that it names must outlive the connection.
    * On failure, returns NULL, and either sets *refused to the name of an option that is out of range, or sets errno to
-   * ENOMEM, or to ENOSYS in a build without the transport. */
+   * ENOMEM. NULL in a build without the transport. */
   ProxycclConnection *(*create)(const void *options, const ProxycclRuntimeTable *runtime, const char **refused);
   /* Returns the number of triggers, each with a put, a signal and a flush, for which the connection has room now. The
    * engine issues at most this number of triggers. If there is no room, the engine leaves triggers in their ring and

@@ -1,5 +1,6 @@
 #include "transports.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,7 +17,9 @@ ProxycclConnection *proxyccl_connection_create(const char *name, const void *opt
                                                const ProxycclRuntimeTable *runtime, const char **refused) {
   const ProxycclTransport *transport = find(name);
   *refused = transport == NULL ? "transport" : NULL;
-  return transport == NULL ? NULL : transport->create(options, runtime, refused);
+  if (transport != NULL && transport->create != NULL) return transport->create(options, runtime, refused);
+  errno = ENOSYS;
+  return NULL;
 }
 
 const char *proxyccl_connection_error_text(const ProxycclConnection *connection) {

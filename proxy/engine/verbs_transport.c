@@ -209,13 +209,6 @@ const ProxycclTransport proxyccl_verbs_transport = {
 
 int proxyccl_verbs_built(void) { return 0; }
 
-static ProxycclConnection *verbs_create(const void *options, const ProxycclRuntimeTable *runtime,
-                                        const char **refused) {
-  (void)options, (void)runtime, (void)refused;
-  errno = ENOSYS;
-  return NULL;
-}
-
-const ProxycclTransport proxyccl_verbs_transport = {.name = "verbs", .create = verbs_create};
+const ProxycclTransport proxyccl_verbs_transport = {.name = "verbs"};
 
 #endif

@@ -19,6 +19,7 @@ from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine
 from proxyccl.proxy.codec import Codec, Message, Uint32
 from proxyccl.proxy.fabric.library import FabricOffer, Library, choose_offers, fabric_offers, load
+from proxyccl.proxy.hosts import is_running
 from proxyccl.proxy.registrations import (
     RailRegistrations,
     Registration,
@@ -65,51 +66,35 @@ class FabricAddress(Message, frozen=True):
 ADDRESS = Codec(FabricAddress, 2048, "endpoint's address")
 
 
-class FabricEndpoint(RegistrationCache):
-    """A libfabric endpoint that a rank uses for all peers, and the `RegistrationCache` of the host and GPU memory that
-    is registered with the endpoint. Several threads may use an instance.
-
-    Args:
-        offer: the provider and its interface.
-        options: the endpoint's settings.
-        waits: whether to open the completion queue with a file descriptor that becomes readable when there is a
-            completion; ignored if the provider does not support such a descriptor.
-        interfaces: the number of interfaces that the rank uses.
+class _Endpoint:
+    """A libfabric endpoint with its completion queue and its address vector.
 
     Attributes:
         offer: the provider and its interface.
-        ordered: whether a signal is posted right after its data, because writes arrive in order.
-        joined: whether a signal may be the second part of a write, provided that the peer's memory supports that.
-        depth: the most outstanding writes of a connection.
         parts: the endpoint's libfabric objects (a ProxycclFabricParts).
-
-    Raises:
-        ResourceError: the system or the provider is out of memory or descriptors.
-        RuntimeUnavailableError: the provider can't open the endpoint; the message says why.
+        looks: number of polls of the completion queue, which the connections that share the queue count.
     """
 
-    def __init__(self, offer: FabricOffer, options: FabricOptions, *, waits: bool = False, interfaces: int = 1) -> None:
-        super().__init__()
+    def __init__(self, offer: FabricOffer, interfaces: int) -> None:
         self.offer = offer
-        self._interfaces = interfaces
-        self._key_bits = 8 * min(offer.key_bytes, 8)
-        self.ordered = offer.ordered and options.signal != "delivered"
-        self.joined = self.ordered and offer.parts >= lib.PROXYCCL_FABRIC_PARTS and options.signal == "auto"
-        self.depth = min(options.depth, offer.depth)
+        self.interfaces = interfaces
         self._library: Library = load()
-        offers, number = offer.source
-        made, call = ffi.new("ProxycclFabricEndpoint **"), ffi.new("char **")
-        error = lib.proxyccl_fabric_open(self._library.functions, offers, number, _COMPLETIONS, waits, made, call)
-        if error:
-            self._library.check(ffi.string(call[0]).decode(), str(offer), error)
-        self._endpoint: Any = made[0]
+        self._endpoint: Any = None
         self.parts: Any = ffi.new("ProxycclFabricParts *")
+        self.looks = ffi.new("uint64_t *")
+
+    def _open(self, *, waits: bool = False, domain_of: Any = ffi.NULL, address: bytes | None = None) -> None:
+        """Opens the endpoint. The arguments are those of proxyccl_fabric_open."""
+        offers, number = self.offer.source
+        made, call = ffi.new("ProxycclFabricEndpoint **"), ffi.new("char **")
+        place = ffi.NULL if address is None else ffi.from_buffer(address)
+        error = lib.proxyccl_fabric_open(
+            self._library.functions, offers, number, _COMPLETIONS, waits, domain_of, place, made, call
+        )
+        if error:
+            self._check(ffi.string(call[0]).decode(), error)
+        self._endpoint = made[0]
         lib.proxyccl_fabric_parts(self._endpoint, self.parts)
-        self._descriptors = ffi.new("uint64_t[]", _LOCAL_KEYS)  # local key 0 is for memory without a descriptor
-        self._looks = ffi.new("uint64_t *")
-        self._free_keys = deque(range(1, _LOCAL_KEYS))
-        self._lock = threading.Lock()
-        self._kept: list[Any] = []  # the memory of requests, which the provider may access until the endpoint is closed
 
     @property
     def address(self) -> bytes:
@@ -119,7 +104,7 @@ class FabricEndpoint(RegistrationCache):
         self._check("fi_getname", lib.proxyccl_fabric_address(self._endpoint, room, size))
         raw = bytes(ffi.buffer(room, size[0]))
         offer = self.offer
-        return ADDRESS.encode(FabricAddress(*offer.kind, raw, offer.reads, offer.in_order, self._interfaces))
+        return ADDRESS.encode(FabricAddress(*offer.kind, raw, offer.reads, offer.in_order, self.interfaces))
 
     def insert(self, peer: bytes) -> tuple[int, FabricAddress]:
         """Adds a peer to the address vector. Returns the peer's fi_addr_t and its decoded address. Raises the
@@ -136,8 +121,8 @@ class FabricEndpoint(RegistrationCache):
                 f"it uses the provider {theirs.provider} with addresses of format {theirs.format}, and this rank "
                 f"{self.offer} of format {self.offer.address_format}; choose with the options provider and interface",
             )
-        if theirs.interfaces != self._interfaces:
-            counts = f"it uses {theirs.interfaces} interfaces, and this rank {self._interfaces}"
+        if theirs.interfaces != self.interfaces:
+            counts = f"it uses {theirs.interfaces} interfaces, and this rank {self.interfaces}"
             raise ArgumentError("peer", f"{counts}; expected the same number on all ranks (option interfaces)")
         known = ffi.new("uint64_t *")
         whole = theirs.address.ljust(_ADDRESS_BYTES, b"\0")  # providers read the full length of the address format
@@ -149,16 +134,60 @@ class FabricEndpoint(RegistrationCache):
         self._require_open()
         self._check("fi_av_remove", lib.proxyccl_fabric_remove(self._endpoint, peer))
 
-    def connect(self, peer: bytes, signal_key: int) -> Any:
+    def _check(self, call: str, error: int) -> None:
+        self._library.check(call, str(self.offer), error)
+
+    def _require_open(self) -> None:
+        if self._endpoint is None:
+            raise ClosedError("the fabric's endpoint is closed")
+
+
+class FabricEndpoint(_Endpoint, RegistrationCache):
+    """A libfabric endpoint that a rank uses for all peers, and the `RegistrationCache` of the host and GPU memory that
+    is registered with the endpoint. Several threads may use an instance.
+
+    Args:
+        offer: the provider and its interface.
+        options: the endpoint's settings.
+        waits: whether to open the completion queue with a file descriptor that becomes readable when there is a
+            completion; ignored if the provider does not support such a descriptor.
+        interfaces: the number of interfaces that the rank uses.
+
+    Attributes:
+        ordered: whether a signal is posted right after its data, because writes arrive in order.
+        joined: whether a signal may be the second part of a write, provided that the peer's memory supports that.
+        depth: the most outstanding writes of a connection.
+
+    Raises:
+        ResourceError: the system or the provider is out of memory or descriptors.
+        RuntimeUnavailableError: the provider can't open the endpoint; the message says why.
+    """
+
+    def __init__(self, offer: FabricOffer, options: FabricOptions, *, waits: bool = False, interfaces: int = 1) -> None:
+        RegistrationCache.__init__(self)
+        _Endpoint.__init__(self, offer, interfaces)
+        self._key_bits = 8 * min(offer.key_bytes, 8)
+        self.ordered = offer.ordered and options.signal != "delivered"
+        self.joined = self.ordered and offer.parts >= lib.PROXYCCL_FABRIC_PARTS and options.signal == "auto"
+        self.depth = min(options.depth, offer.depth)
+        self._open(waits=waits)
+        self._descriptors = ffi.new("uint64_t[]", _LOCAL_KEYS)  # local key 0 is for memory without a descriptor
+        self._free_keys = deque(range(1, _LOCAL_KEYS))
+        self._lock = threading.Lock()
+        self._kept: list[Any] = []  # the memory of requests, which the provider may access until the endpoint is closed
+
+    def connect(self, peer: bytes, signal_key: int, endpoint: PeerEndpoint | None = None) -> Any:
         """Returns the ProxycclFabricOptions for a connection to the endpoint whose `address` is `peer`. `signal_key` is
-        the key of the memory that contains the peer's semaphore words.
+        the key of the memory that contains the peer's semaphore words. The connection uses `endpoint`, or this endpoint
+        if `endpoint` is None.
 
         Raises:
             ArgumentError: the bytes are not an address, or are an address of another provider.
             ResourceError: the system or the provider is out of memory or descriptors.
             RuntimeUnavailableError: the provider refuses the address.
         """
-        number, theirs = self.insert(peer)
+        used = endpoint or self
+        number, theirs = used.insert(peer)
         requests = ffi.new("char[]", self.depth * lib.PROXYCCL_FABRIC_REQUEST_BYTES)
         ptr = int(ffi.cast("uintptr_t", requests))
         registration = self.register(ptr, len(requests))
@@ -166,8 +195,8 @@ class FabricEndpoint(RegistrationCache):
             self._kept.append(requests)
         return fill(
             ffi.new("ProxycclFabricOptions *"),
-            endpoint=self.parts.endpoint,
-            queue=self.parts.queue,
+            endpoint=used.parts.endpoint,
+            queue=used.parts.queue,
             peer=number,
             depth=self.depth,
             ordered=self.ordered,
@@ -178,8 +207,17 @@ class FabricEndpoint(RegistrationCache):
             requests=ptr,
             requests_key=registration.local_key,
             descriptors=self._descriptors,
-            looks=self._looks,
+            looks=used.looks,
         )
+
+    def peer_endpoint(self) -> PeerEndpoint:
+        """Opens an endpoint for one peer, in this endpoint's domain. Raises the exceptions of the constructor."""
+        self._require_open()
+        return PeerEndpoint(self, self._endpoint)
+
+    def is_running(self) -> bool:
+        """Whether the interface is up and its link has a carrier."""
+        return is_running(self.offer.domain)
 
     def register(
         self, ptr: int, nbytes: int, *, device: tuple[str, int] | None = None, allocation: Hashable = None
@@ -250,13 +288,6 @@ class FabricEndpoint(RegistrationCache):
                 self._free_keys.append(registration.local_key)
         self._check("fi_close of registered memory", lib.proxyccl_fabric_deregister(registration.region))
 
-    def _check(self, call: str, error: int) -> None:
-        self._library.check(call, str(self.offer), error)
-
-    def _require_open(self) -> None:
-        if self._endpoint is None:
-            raise ClosedError("the fabric's endpoint is closed")
-
     def close(self) -> None:
         """Deregisters all memory and closes the endpoint. No engine may still use the endpoint."""
         if self._endpoint is None:
@@ -267,12 +298,61 @@ class FabricEndpoint(RegistrationCache):
         self._kept.clear()
 
 
+class PeerEndpoint(_Endpoint):
+    """An endpoint for one peer, which can be closed and opened again while the rank's other endpoints stay open. Made
+    by `FabricEndpoint.peer_endpoint`. Memory that is registered with the `FabricEndpoint` can be used with this
+    endpoint, because both are in the same libfabric domain.
+    """
+
+    def __init__(self, rank: FabricEndpoint, domain_of: Any) -> None:
+        super().__init__(rank.offer, rank.interfaces)
+        self._rank, self._domain_of = rank, domain_of
+        self._peer = b""
+        self._options: Any = None
+        self._open(domain_of=domain_of)
+        self._address = ADDRESS.decode(self.address, "this rank").address
+        self._is_stopped = False
+
+    def connect(self, peer: bytes, signal_key: int) -> Any:
+        """Implements `FabricEndpoint.connect`. `reconnect` changes the returned options."""
+        self._peer, self._options = peer, self._rank.connect(peer, signal_key, self)
+        return self._options
+
+    def stop(self) -> bool:
+        """Closes libfabric's endpoint, after which it executes no request of this rank or of the peer. Returns False
+        if libfabric reports an error.
+        """
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            self._is_stopped = lib.proxyccl_fabric_close(endpoint) == 0
+        return self._is_stopped
+
+    def reconnect(self, _failure: int) -> bool:
+        """Opens libfabric's endpoint again, at the same address. Returns False if the interface is down, or the system
+        or the provider refuses.
+        """
+        if not self._rank.is_running():
+            return False
+        try:
+            self._open(domain_of=self._domain_of, address=self._address)
+            number, _ = self.insert(self._peer)
+        except (ResourceError, RuntimeUnavailableError):
+            self.stop()
+            return False
+        fill(self._options, endpoint=self.parts.endpoint, queue=self.parts.queue, peer=number)
+        return True
+
+    def close(self) -> None:
+        """Closes the endpoint. No engine may still use the endpoint."""
+        if self._endpoint is not None and not self.stop():
+            raise RuntimeUnavailableError(f"fi_close of {self.offer} failed")
+
+
 class FabricContext(RemoteDevice):
     """A rank's libfabric endpoints.
 
     Attributes:
         endpoints: one endpoint for each of the rank's interfaces, for data that is not staged.
-        registered_segment: the registration of the control segment with these endpoints.
         staged_peers: the number of peers for which staging areas were made.
 
     Raises:
@@ -298,7 +378,7 @@ class FabricContext(RemoteDevice):
             if len(self.endpoints) > 1:
                 self.registrations = RailRegistrations(self.endpoints)
                 self._closing.callback(self.registrations.close)
-            self.registered_segment = self.registrations.register(setup.segment.host_ptr, setup.segment.nbytes)
+            self.registrations.register(setup.segment.host_ptr, setup.segment.nbytes)
             undo.pop_all()
 
     def _open_endpoints(self, count: int) -> list[FabricEndpoint]:

@@ -8,19 +8,20 @@ of the two hosts, with a copy at each end, for memory that libfabric's provider 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.requirements import NEEDS, missing
-from proxyccl.proxy.interface import EndpointInfo, EndpointWire
 from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
-from proxyccl.proxy.transports.staged_connection import StagedEndpoint, Wire, staged_over
-from proxyccl.proxy.transports.transport import RailsOptions, RemoteFunctions, Transport, connect, require_unstaged
+from proxyccl.proxy.transports.rails import PEER_SECONDS, Rail
+from proxyccl.proxy.transports.staged_connection import StagedEndpoint, staged_over
+from proxyccl.proxy.transports.transport import DirectEndpoint, RemoteFunctions, Transport, Wire, connect
 
 if TYPE_CHECKING:  # imported at run time only when the endpoint is opened
-    from proxyccl.proxy.fabric.endpoint import FabricContext, FabricEndpoint
+    from proxyccl.proxy.fabric.endpoint import FabricContext, FabricEndpoint, PeerEndpoint
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -46,36 +47,36 @@ def _status_text(status: int) -> str:
         return f"libfabric's error {error}"
 
 
-class _Endpoint:
-    def __init__(self, device: FabricContext) -> None:
-        self._device = device
-        segment = device.registered_segment
-        first, *more = [
-            EndpointWire(endpoint.address, key, 0) for endpoint, key in zip(device.endpoints, segment.keys, strict=True)
-        ]
-        self.info = EndpointInfo(first.endpoint, segment.address, first.rkey, more=tuple(more))
-
-    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
-        require_unstaged(theirs)
-        endpoints = self._device.endpoints
-        if len(endpoints) == 1:
-            return endpoints[0].connect(theirs.endpoint, theirs.rkey)
-        rails = [
-            endpoint.connect(end.endpoint, end.rkey) for endpoint, end in zip(endpoints, theirs.wires(), strict=True)
-        ]
-        rates = [int(endpoint.offer.rate) for endpoint in endpoints]
-        speeds = rates if all(rates) else [1] * len(rates)  # a provider need not know an interface's rate
-        home = self._device.next_home(len(rails))
-        return RailsOptions.of(rails, speeds, over_fabric=True, home=home)
-
-    def close(self) -> None:
-        """Does nothing, because the device owns and closes the endpoint."""
-
-
 def _open(setup: RemoteSetup, options: TransportOptions) -> FabricContext:
     from proxyccl.proxy.fabric.endpoint import FabricContext
 
     return FabricContext(setup, options.fabric)
+
+
+def _wire(endpoint: FabricEndpoint | PeerEndpoint, number: int = 0) -> Wire:
+    """Makes a wire whose `close` leaves the endpoint open, because the device owns the endpoint."""
+    return Wire(
+        endpoint.address,
+        number,
+        connect=lambda theirs, timeout, given_up: endpoint.connect(theirs.endpoint, theirs.rkey),
+        close=lambda: None,
+        speed=int(endpoint.offer.rate),
+    )
+
+
+def _peer_wire(rank: FabricEndpoint) -> Wire:
+    endpoint = rank.peer_endpoint()
+    rail = Rail(rank.offer.domain, endpoint.stop, endpoint.reconnect, rank.is_running)
+    return replace(_wire(endpoint), close=endpoint.close, rail=rail)
+
+
+def _make_endpoint(device: FabricContext) -> DirectEndpoint:
+    """Makes an endpoint with a wire for each interface. The wires' endpoints of libfabric serve this peer alone if a
+    connection can go on after an interface has failed; otherwise they serve all peers.
+    """
+    recovers = len(device.endpoints) > 1 and device.endpoints[0].offer.recovers
+    wires = map(_peer_wire if recovers else _wire, device.endpoints)
+    return DirectEndpoint(device, wires, limit_ns=PEER_SECONDS * 10**9, over_fabric=1)
 
 
 TRANSPORT = Transport(
@@ -86,22 +87,12 @@ TRANSPORT = Transport(
     remote=RemoteFunctions(
         missing=missing,
         open=_open,
-        make_endpoint=_Endpoint,
+        make_endpoint=_make_endpoint,
         refusal="rank {rank}'s memory can't be reached through libfabric: {reason}; "
         'transport="staged_fabric" takes data through pinned memory of the host',
         rehearses=False,
     ),
 )
-
-
-def _wire(endpoint: FabricEndpoint, number: int) -> Wire:
-    """Makes a wire whose `close` leaves the endpoint open, because the device owns the endpoint."""
-    return Wire(
-        endpoint.address,
-        number,
-        connect=lambda theirs, timeout, given_up: endpoint.connect(theirs.endpoint, theirs.rkey),
-        close=lambda: None,
-    )
 
 
 def default_ring(wires: int, peers: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,11 @@ from proxyccl.proxy import _engine
 
 ffi, lib = _engine.ffi, _engine.lib
 
+PEER_SECONDS = 30
+"""Time in seconds for the peer's part of a recovery: its answer follows the data that it has posted before, and its
+proxy may be paused or run a handler.
+"""
+
 
 class Mail(Struct, frozen=True):
     """The memory in which the peer of a connection reports failed rails (a ProxycclRailsMail)."""
@@ -22,19 +28,23 @@ class Mail(Struct, frozen=True):
 
 
 class Rail(Struct, frozen=True):
-    """This rank's end of a rail.
+    """This rank's end of a rail: a queue pair, or an endpoint of libfabric.
 
     Attributes:
         adapter: name of the adapter.
-        stop: puts the rail's queue pair into its error state, which ends its requests; returns False if refused.
-        reconnect: resets the rail's queue pair and connects it to the peer again, after the failure with this number.
-            The engine does not use the queue pair meanwhile. Returns False if the adapter's port is down or the system
-            refuses; the caller then tries again later.
+        stop: puts the queue pair into its error state, or closes the endpoint, which ends its requests; returns False
+            if refused.
+        reconnect: resets the queue pair, or opens the endpoint again, and connects it to the peer again, after the
+            failure with this number. The engine does not use the rail meanwhile. Returns False if the adapter's port is
+            down or the system refuses; the caller then tries again later.
+        works: returns False if the adapter's port is down, in which case the rail has failed; None if the adapter
+            itself reports failures.
     """
 
     adapter: str
     stop: Callable[[], bool]
     reconnect: Callable[[int], bool]
+    works: Callable[[], bool] | None = None
 
 
 class WatchedRail(Struct):
@@ -43,6 +53,7 @@ class WatchedRail(Struct):
     rail: Rail
     pointer: Any  # the ProxycclConnection
     number: int  # the rail's number in the connection
+    options: Any = None  # the options of the rail's connection, which the engine uses
     losses: int = 0  # of the ProxycclRailsState at the last look
     reconnected: int = 0  # number of the failure after which the rail was last connected again
 
@@ -53,10 +64,14 @@ class WatchedRail(Struct):
         return state
 
 
-def watched_rails(connections: Iterable[tuple[Any, Sequence[Rail]]]) -> tuple[WatchedRail, ...]:
-    """Returns the rails of connections of the transport `rails`, given the connections and each one's rails."""
+def watched_rails(connections: Iterable[tuple[Any, Sequence[Rail], Sequence[Any]]]) -> tuple[WatchedRail, ...]:
+    """Returns the rails of connections of the transport `rails`, given the connections, and each one's rails and their
+    options.
+    """
     return tuple(
-        WatchedRail(rail, pointer, number) for pointer, rails in connections for number, rail in enumerate(rails)
+        WatchedRail(rail, pointer, number, options[number])
+        for pointer, rails, options in connections
+        for number, rail in enumerate(rails)
     )
 
 
@@ -102,7 +117,8 @@ class RailWatch:
         while not self._stop.wait(self.PERIOD):
             # Recoveries wait for `stop`, and one attempt to connect may take a second. So all connections are looked at
             # before the first attempt, and again when attempts have taken one period.
-            free = [rail for each in tuple(self._watched) for rail in self._look(each)]
+            works = functools.cache(lambda each: each())  # asks once in each pass about an adapter
+            free = [rail for each in tuple(self._watched) for rail in self._look(each, works)]
             until = time.monotonic() + self.PERIOD
             for _ in free:
                 turn += 1
@@ -110,8 +126,10 @@ class RailWatch:
                 if time.monotonic() > until or self._stop.is_set():
                     break
 
-    def _look(self, connection: WatchedConnection) -> list[WatchedRail]:
-        """Stops the queue pairs of failed rails if the engine asks. Returns the rails that may be connected again."""
+    def _look(self, connection: WatchedConnection, works: Callable[[Callable[[], bool]], bool]) -> list[WatchedRail]:
+        """Stops the queue pairs of failed rails if the engine asks. Returns the rails that may be connected again.
+        `works` calls a rail's function `works`.
+        """
         states = [(each, each.state()) for each in connection.rails]
         stats = connection.stats
         down = {each.rail.adapter for each, state in states if state.is_down}
@@ -119,6 +137,9 @@ class RailWatch:
         for each, state in states:
             if state.is_stopping and each.rail.stop():
                 lib.proxyccl_rails_stopped(each.pointer, each.number, state.failures)
+            if each.rail.works is not None and not state.is_down:
+                failure = 0 if works(each.rail.works) else state.failures + 1
+                lib.proxyccl_rails_fell(each.pointer, each.number, failure)
             if state.is_down and state.losses != each.losses:
                 # At most one more, because a rail is connected again only after a look.
                 each.losses = state.losses

@@ -19,11 +19,18 @@ from proxyccl.proxy.interface import EndpointInfo, EndpointWire
 from proxyccl.proxy.registrations import RegistrationCache, RemoteDevice
 from proxyccl.proxy.remote_options import MOST_WIRES
 from proxyccl.proxy.transports.copy import make_copy_options
-from proxyccl.proxy.transports.rails import Mail, Rail, watched_rails
-from proxyccl.proxy.transports.transport import EngineConnection, EngineRuntime, RailsOptions, Transport, create
+from proxyccl.proxy.transports.rails import Mail, watched_rails
+from proxyccl.proxy.transports.transport import (
+    MAIL_BYTES,
+    EngineConnection,
+    EngineRuntime,
+    RailsOptions,
+    Transport,
+    Wire,
+    create,
+)
 
 ffi, lib = _engine.ffi, _engine.lib
-_MAIL_BYTES = ffi.sizeof("ProxycclRailsMail")
 _UNCUT = 2**32 - 1  # bytes from which a put of a wire would be cut: puts of messages are shorter
 
 STATUSES = range(lib.PROXYCCL_STAGED_COPY_OUT, 2 * lib.PROXYCCL_STAGED_REFUSED)
@@ -85,7 +92,7 @@ def _connect(engine: EngineRuntime, transport: str, options: StagedOptions, need
         parts = rails or [wire.options for wire in options.wires]
         pointer = create(engine, transport, options.native, *parts, needs=needs)
         undo.pop_all()
-    links = [(lib.proxyccl_staged_link(pointer, i), each.rails) for i, each in enumerate(over_rails)]
+    links = [(lib.proxyccl_staged_link(pointer, i), each.rails, each.options) for i, each in enumerate(over_rails)]
     numbers = [wire.number for wire in options.wires] if options.ends > 1 else []
     polled = [(number, lib.proxyccl_staged_wire(pointer, i)) for i, number in enumerate(numbers)]
     owned = out_stream, in_stream, out_event, in_event
@@ -98,18 +105,6 @@ def _status_text(status: int) -> str:
     if status >= lib.PROXYCCL_STAGED_COPY_IN:
         return f"the copy from pinned memory failed with the driver's status {status - lib.PROXYCCL_STAGED_COPY_IN}"
     return f"the copy into pinned memory failed with the driver's status {status - lib.PROXYCCL_STAGED_COPY_OUT}"
-
-
-class Wire(Struct, frozen=True):
-    """This rank's end of a wire, a connection between two staging areas."""
-
-    address: bytes  # this end's address, which the peer uses to connect
-    number: int  # index of this rank's endpoint that the wire uses
-    # Connects this end to the peer's end, as `TransportEndpoint.connect` does; the wire's signals go to the peer's
-    # staging area.
-    connect: Callable[[EndpointInfo, float, Callable[[], bool]], Any]
-    close: Callable[[], None]  # frees this end
-    rail: Rail | None = None  # this end as a rail that can be connected again; None if a failure ends the connection
 
 
 class StagedEndpoint:
@@ -147,7 +142,7 @@ class StagedEndpoint:
         align = int(lib.PROXYCCL_STAGED_ALIGN)
         ring_bytes = ring_bytes // align * align
         with contextlib.ExitStack() as undo:
-            nbytes = staged_area_bytes(ring_bytes) + len(registrars) * _MAIL_BYTES
+            nbytes = staged_area_bytes(ring_bytes) + len(registrars) * MAIL_BYTES
             self._area = area = device.setup.runtime.allocate_pinned(nbytes)
             undo.callback(area.close)
             made = []
@@ -223,7 +218,7 @@ def staged_area_bytes(ring_bytes: int) -> int:
 
 def _mail_address(area: int, ring_bytes: int, wire: int) -> int:
     """Returns the address, after the rings of a staging area, of the memory for reports of a wire's failed rails."""
-    return area + staged_area_bytes(ring_bytes) + wire * _MAIL_BYTES
+    return area + staged_area_bytes(ring_bytes) + wire * MAIL_BYTES
 
 
 def staged_over(

@@ -6,9 +6,10 @@ the engine. Other modules use a transport's record and never compare transports'
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -17,13 +18,14 @@ from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavaila
 from proxyccl.device.ffi_types import fill, set_functions
 from proxyccl.device.runtime import Event, Memory, Runtime, Stream
 from proxyccl.proxy import _engine
-from proxyccl.proxy.interface import EndpointInfo
-from proxyccl.proxy.registrations import RemoteDevice
+from proxyccl.proxy.interface import EndpointInfo, EndpointWire
+from proxyccl.proxy.registrations import Registration, RemoteDevice
 from proxyccl.proxy.remote_options import RemoteSetup, TransportOptions
 from proxyccl.proxy.transports.rails import Mail, Rail, WatchedRail, watched_rails
 
 ffi, lib = _engine.ffi, _engine.lib
 
+MAIL_BYTES = ffi.sizeof("ProxycclRailsMail")
 _CUT = 128 << 10
 """Puts and gets of at least this many bytes are divided between the rails."""
 
@@ -152,7 +154,7 @@ def connect(engine: EngineRuntime, transport: str, options: Any, needs: str) -> 
     """
     if isinstance(options, RailsOptions):
         pointer = create(engine, "rails", options.native, *options.options, needs=needs)
-        watched = watched_rails([(pointer, options.rails)])
+        watched = watched_rails([(pointer, options.rails, options.options)])
         return EngineConnection(pointer, rails=len(options.options), watched=watched)
     return EngineConnection(create(engine, transport, options, needs=needs))
 
@@ -173,10 +175,77 @@ class TransportEndpoint(Protocol):
         ...
 
 
-def require_unstaged(theirs: EndpointInfo) -> None:
-    """Raises ArgumentError if a peer's endpoint belongs to a staged transport."""
-    if theirs.ring_bytes:
-        raise ArgumentError("peer", "its end of the connection is staged, but this end is not")
+class Wire(Struct, frozen=True):
+    """This rank's end of a link over one adapter: of a connection that is not staged, or between two staging areas."""
+
+    address: bytes  # this end's address, which the peer uses to connect
+    number: int  # for staged data, index of this rank's endpoint that the wire uses
+    # Connects this end to the peer's end, as `TransportEndpoint.connect` does, with the key of the peer's control
+    # segment or staging area. Returns the options of the engine's connection.
+    connect: Callable[[EndpointInfo, float, Callable[[], bool]], Any]
+    close: Callable[[], None]  # frees this end
+    rail: Rail | None = None  # this end as a rail that can be connected again; None if a failure ends the connection
+    speed: int = 0  # the rate of the adapter's port; 0 if not known
+
+
+class DirectEndpoint:
+    """A `TransportEndpoint` for data that is not staged: a wire over each of the rank's adapters, and the memory in
+    which the peer reports a failed adapter.
+
+    Args:
+        device: the network device.
+        wires: the wires, which this object closes.
+        limit_ns, over_fabric: as in ProxycclRailsOptions.
+
+    Raises:
+        ResourceError: the system or the device is out of memory or descriptors.
+        RuntimeUnavailableError: the device can't register the runtime's pinned memory.
+    """
+
+    def __init__(self, device: RemoteDevice, wires: Iterable[Wire], *, limit_ns: int, over_fabric: int = 0) -> None:
+        self._device, self._fields = device, {"limit_ns": limit_ns, "over_fabric": over_fabric}
+        segment = device.setup.segment
+        registration = device.registrations.register(segment.host_ptr, segment.nbytes)
+        self._mail: Registration | None = None
+        self._wires: list[Wire] = []
+        with contextlib.ExitStack() as undo:
+            for wire in wires:
+                self._wires.append(wire)
+                undo.callback(wire.close)
+            area, mail_keys = 0, (0,) * len(self._wires)
+            if len(self._wires) > 1 and all(wire.rail is not None for wire in self._wires):
+                mail = device.setup.runtime.allocate_pinned(MAIL_BYTES)
+                undo.callback(mail.close)
+                self._mail = device.registrations.register(mail.host_ptr, mail.nbytes)
+                undo.callback(device.registrations.release, self._mail)
+                area, mail_keys = self._mail.address, self._mail.keys
+            self._close = undo.pop_all().close
+        links = zip(self._wires, registration.keys, mail_keys, strict=True)
+        first, *more = [EndpointWire(wire.address, key, area, mail_key) for wire, key, mail_key in links]
+        self.info = EndpointInfo(
+            first.endpoint, registration.address, first.rkey, area, mail_rkey=first.mail_rkey, more=tuple(more)
+        )
+
+    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
+        """Implements `TransportEndpoint.connect`. The two ranks use the smaller of their numbers of wires."""
+        if theirs.ring_bytes:
+            raise ArgumentError("peer", "its end of the connection is staged, but this end is not")
+        both = list(zip(self._wires, theirs.wires(), strict=False))
+        options = [wire.connect(end, timeout, given_up) for wire, end in both]
+        if len(options) == 1:
+            return options[0]
+        speeds = [wire.speed for wire, _ in both]
+        rails = [wire.rail for wire, _ in both if wire.rail is not None]
+        mails = None
+        if self._mail is not None and theirs.mail_rkey:
+            mails = Mail(self._mail.ptr, self._mail.local_keys), Mail(theirs.area, [end.mail_rkey for _, end in both])
+        home = self._device.next_home(len(options))
+        speeds = speeds if all(speeds) else [1] * len(speeds)
+        return RailsOptions.of(options, speeds, rails, mails, home=home, **self._fields)
+
+    def close(self) -> None:
+        """Frees the wires. No connection may still use them."""
+        self._close()
 
 
 class RemoteFunctions(Struct, frozen=True):

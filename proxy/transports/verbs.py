@@ -7,18 +7,16 @@ writes between pinned memory of the two hosts, with a copy at each end, for memo
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from proxyccl.proxy import _engine
-from proxyccl.proxy.interface import EndpointInfo, EndpointWire
-from proxyccl.proxy.registrations import Registration
+from proxyccl.proxy.interface import EndpointInfo
 from proxyccl.proxy.remote_options import RdmaOptions, RemoteSetup, TransportOptions
-from proxyccl.proxy.transports.rails import Mail, Rail
-from proxyccl.proxy.transports.staged_connection import STATUSES, StagedEndpoint, Wire, staged_over
-from proxyccl.proxy.transports.transport import RailsOptions, RemoteFunctions, Transport, connect, require_unstaged
+from proxyccl.proxy.transports.rails import PEER_SECONDS, Rail
+from proxyccl.proxy.transports.staged_connection import STATUSES, StagedEndpoint, staged_over
+from proxyccl.proxy.transports.transport import DirectEndpoint, RemoteFunctions, Transport, Wire, connect
 from proxyccl.proxy.verbs.requirements import NEEDS, missing
 
 if TYPE_CHECKING:  # imported at run time only when the device is opened
@@ -26,7 +24,6 @@ if TYPE_CHECKING:  # imported at run time only when the device is opened
     from proxyccl.proxy.verbs.registrations import VerbsContext
 
 ffi, lib = _engine.ffi, _engine.lib
-_MAIL_BYTES = ffi.sizeof("ProxycclRailsMail")
 
 _COMPLETIONS = (
     ("IBV_WC_SUCCESS", "no error"),
@@ -57,12 +54,6 @@ _COMPLETIONS = (
 """The names and meanings of infiniband/verbs.h's ibv_wc_status values, by value."""
 
 
-_PEER_SECONDS = 30
-"""Time in seconds for the peer's part of a recovery: its answer follows the data that it has posted before, and its
-proxy may be paused or run a handler.
-"""
-
-
 def _status_text(status: int) -> str:
     if status == lib.PROXYCCL_VERBS_NO_INLINE:
         return "the device does not support inline data, in which values travel; put them from memory"
@@ -79,64 +70,31 @@ def _status_text(status: int) -> str:
 
 def _recovery_limit(options: RdmaOptions) -> int:
     """Returns the longest time, in ns, that the recovery from a rail's failure may take without progress: the time
-    after which the other rail's adapter would report a failure, plus `_PEER_SECONDS` for the peer. By the specification
+    after which the other rail's adapter would report a failure, plus `PEER_SECONDS` for the peer. By the specification
     of InfiniBand, an adapter sends a request again after at most four times its time-out.
     """
-    return 4 * (4096 << options.timeout) * (options.retry_count + 1) + _PEER_SECONDS * 10**9
-
-
-class _Endpoint:
-    """One queue pair for each of the rank's adapters, and the memory in which the peer reports a failed adapter."""
-
-    def __init__(self, device: VerbsContext) -> None:
-        self._device, segment = device, device.setup.segment
-        registration = device.registrations.register(segment.host_ptr, segment.nbytes)
-        self._mail: Registration | None = None
-        area, mail_keys = 0, (0,) * len(device.devices)
-        with contextlib.ExitStack() as undo:
-            self._rails = []
-            for each in device.devices:
-                self._rails.append(each.endpoint())
-                undo.callback(self._rails[-1].close)
-            if len(self._rails) > 1 and all(rail.signal == "write" for rail in self._rails) and device.reads:
-                mail = device.setup.runtime.allocate_pinned(_MAIL_BYTES)
-                undo.callback(mail.close)
-                self._mail = device.registrations.register(mail.host_ptr, mail.nbytes)
-                undo.callback(device.registrations.release, self._mail)
-                area, mail_keys = self._mail.address, self._mail.keys
-            self._close = undo.pop_all().close
-        links = zip(self._rails, registration.keys, mail_keys, strict=True)
-        first, *more = [EndpointWire(rail.address, key, area, mail_key) for rail, key, mail_key in links]
-        self.info = EndpointInfo(
-            first.endpoint, segment.host_ptr, first.rkey, area, mail_rkey=first.mail_rkey, more=tuple(more)
-        )
-
-    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
-        """Implements `TransportEndpoint.connect`. The two ranks use the smaller of their numbers of rails."""
-        require_unstaged(theirs)
-        options = []
-        ends = theirs.wires()
-        for rail, end in zip(self._rails, ends, strict=False):
-            rail.connect(end.endpoint, timeout, given_up)
-            options.append(rail.engine_options(end.rkey))
-        if len(options) == 1:
-            return options[0]
-        devices = self._device.devices[: len(options)]
-        rails = [Rail(each.name, rail.stop, rail.reconnect) for each, rail in zip(devices, self._rails, strict=False)]
-        fields = {"home": self._device.next_home(len(rails)), "limit_ns": _recovery_limit(self._device.options)}
-        mails = None
-        if self._mail is not None and theirs.area:
-            mails = Mail(self._mail.address, self._mail.local_keys), Mail(theirs.area, [end.mail_rkey for end in ends])
-        return RailsOptions.of(options, [each.speed for each in devices], rails, mails, **fields)
-
-    def close(self) -> None:
-        self._close()
+    return 4 * (4096 << options.timeout) * (options.retry_count + 1) + PEER_SECONDS * 10**9
 
 
 def _open(setup: RemoteSetup, options: TransportOptions) -> VerbsContext:
     from proxyccl.proxy.verbs.registrations import VerbsContext
 
     return VerbsContext(setup, options.rdma)
+
+
+def _make_wire(device: VerbsDevice, number: int = 0) -> Wire:
+    endpoint = device.endpoint()
+
+    def connect(theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
+        endpoint.connect(theirs.endpoint, timeout, given_up)
+        return endpoint.engine_options(theirs.rkey)
+
+    rail = Rail(device.name, endpoint.stop, endpoint.reconnect) if endpoint.signal == "write" and device.reads else None
+    return Wire(endpoint.address, number, connect, endpoint.close, rail, device.speed)
+
+
+def _make_endpoint(device: VerbsContext) -> DirectEndpoint:
+    return DirectEndpoint(device, map(_make_wire, device.devices), limit_ns=_recovery_limit(device.options))
 
 
 TRANSPORT = Transport(
@@ -147,22 +105,11 @@ TRANSPORT = Transport(
     remote=RemoteFunctions(
         missing=missing,
         open=_open,
-        make_endpoint=_Endpoint,
+        make_endpoint=_make_endpoint,
         refusal="rank {rank}'s memory can't be reached by RDMA: {reason}; "
         'transport="staged" takes data through pinned memory of the host',
     ),
 )
-
-
-def _make_wire(device: VerbsDevice, number: int) -> Wire:
-    endpoint = device.endpoint()
-
-    def connect(theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> Any:
-        endpoint.connect(theirs.endpoint, timeout, given_up)
-        return endpoint.engine_options(theirs.rkey)
-
-    rail = Rail(device.name, endpoint.stop, endpoint.reconnect) if endpoint.signal == "write" and device.reads else None
-    return Wire(endpoint.address, number, connect, endpoint.close, rail)
 
 
 def _make_wires(devices: Sequence[VerbsDevice]) -> list[Wire]:

@@ -15,11 +15,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from proxyccl import ArgumentError, FabricOptions
+from proxyccl import ArgumentError, ClosedError, FabricOptions
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricContext, FabricEndpoint
 from proxyccl.proxy.fabric.library import FabricOffer, choose_offers, fabric_offers
+from proxyccl.proxy.hosts import is_running
 from proxyccl.proxy.placement import NOWHERE
 from proxyccl.proxy.registrations import RailRegistrations
 from proxyccl.proxy.remote_options import RemoteSetup
@@ -96,3 +97,30 @@ def test_memory_has_a_key_for_each_interface(tcp: FabricOffer) -> None:
     with closing(made[0]), closing(made[1]), closing(RailRegistrations(made)) as registrations:
         keys = registrations.register(memory.ctypes.data, memory.nbytes).keys
         assert keys == tuple(endpoint.register(memory.ctypes.data, memory.nbytes).key for endpoint in made)
+
+
+def test_an_endpoint_for_a_peer_is_opened_again_at_its_address(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)
+    (offer,) = choose_offers(fabric_offers(), FabricOptions(provider="net", interface="=lo"))
+    assert offer.recovers
+    with (
+        closing(FabricEndpoint(offer, FabricOptions(), interfaces=2)) as rank,
+        closing(rank.peer_endpoint()) as own,
+        closing(rank.peer_endpoint()) as peer,
+    ):
+        address, options = own.address, own.connect(peer.address, SIGNAL_KEY)
+        assert own.stop()
+        with pytest.raises(ClosedError):
+            own.address  # noqa: B018  the property raises
+        assert own.stop(), "a second call finds the endpoint closed"
+        assert own.reconnect(1)
+        assert own.address == address
+        assert options.endpoint == own.parts.endpoint != 0
+        monkeypatch.setattr(rank, "is_running", lambda: False)
+        assert own.stop()
+        assert not own.reconnect(2), "the interface is down"
+
+
+def test_an_interface_that_is_missing_does_not_run() -> None:
+    assert is_running("lo")
+    assert not is_running("nothing0")

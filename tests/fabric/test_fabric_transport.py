@@ -24,7 +24,7 @@ from proxyccl.proxy.observe.reader import snapshots
 from proxyccl.proxy.transports.table import find_transport
 from proxyccl.tools.top import table_of
 from support.fakes.fabric import FakeFabricPeer
-from support.fakes.verbs import Loop, bytes_of_value
+from support.fakes.verbs import Loop, bytes_of_value, rails_up, wait_with_peer
 from support.running import TIMEOUT
 
 PUT, SIGNAL, FLUSH = Operation.DATA, Operation.SIGNAL, Operation.FLUSH
@@ -318,3 +318,81 @@ def test_wrong_options_are_refused_by_name(wrong: dict[str, int]) -> None:
 def test_a_status_has_words() -> None:
     text = find_transport("fabric").status_text
     assert text(lib.PROXYCCL_FABRIC_FAILED + errno.EHOSTUNREACH) == "No route to host"
+
+
+@pytest.mark.parametrize("failure", ["an error", "a link without a carrier", "silence"])
+@pytest.mark.filterwarnings("ignore:the adapter .* no longer reaches:RuntimeWarning")
+def test_a_failed_rail_is_closed_and_its_parts_go_by_the_other_until_it_is_back(failure: str) -> None:
+    source, destination = memory(9000), np.zeros(9000, np.uint8)
+    with loop_of(source, destination, rails=2, recovers=True) as loop:
+        (peer,) = loop.peers
+        failing = peer.devices[1]
+        if failure == "an error":
+            failing.fail(1, errno.ECONNRESET)
+        else:
+            failing.allow(0)
+            peer.works = lambda: failure == "silence"
+        for _ in range(2):
+            ticket = loop.push(0, PUT | SIGNAL | FLUSH, 9000)
+            wait_with_peer(loop, lambda ticket=ticket: peer.flushed() > ticket, "the flush")
+            assert (destination == source).all()
+        assert peer.words[0] == 2
+        failing.allow(-1)
+        peer.works = lambda: True
+        wait_with_peer(loop, lambda: rails_up(loop) == 2, "both rails")
+        before = failing.counts.executed
+        loop.push(0, PUT | SIGNAL, 9000)
+        loop.flush()
+        assert failing.counts.executed > before
+        assert peer.words[0] == 3
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.filterwarnings("ignore:the adapter .* no longer reaches:RuntimeWarning")
+def test_what_failed_rails_have_not_done_is_done_once_by_the_other(seed: int) -> None:
+    """Either rail fails at a random request, while the endpoints execute requests late. No two gets have the same
+    destination, because providers may execute gets in any order.
+    """
+    rng = random.Random(seed)
+    source, destination = memory(1 << 17, seed), np.zeros(1 << 12, np.uint8)
+    own, expected = source.copy(), destination.copy()
+    order = rng.choice([JOINED, ORDERED])
+    options: dict[str, Any] = {"rails": 2, "recovers": True, "channels": 2, "depth": rng.choice([4, 16, 128]), **order}
+    with loop_of(source, destination, max_message=300, **options) as loop:
+        (peer,) = loop.peers
+        for device in peer.devices:
+            device.dawdle(rng.choice([1, 3, 40]), seed)
+        signals, got = [0, 0], 1 << 13
+        for _ in range(4):
+            failing = rng.choice(peer.devices)
+            failing.fail(failing.counts.requests + rng.randrange(1, 40), errno.ECONNRESET)
+            for _ in range(200):
+                operation, channel, size = Operation(rng.randint(1, 7)), rng.randrange(2), rng.randint(1, 300)
+                signals[channel] += bool(operation & SIGNAL)
+                at, end = rng.randrange((1 << 13) - 300), rng.randrange((1 << 12) - 300)
+                where = {"source": at, "destination": end}
+                if operation & PUT and rng.randrange(3) == 0:
+                    operation, where = operation | GET, {"source": end, "destination": got}
+                    own[got : got + size] = expected[end : end + size]
+                    got += size
+                elif operation & PUT:
+                    expected[end : end + size] = own[at : at + size]
+                loop.push(0, operation, size if operation & PUT else 0, channel=channel, **where)
+            tickets = [loop.push(0, FLUSH, channel=channel) for channel in range(2)]
+            wait_with_peer(
+                loop,
+                lambda tickets=tickets: all(peer.flushed(i) > each for i, each in enumerate(tickets)),
+                "the flushes",
+            )
+            assert peer.words.tolist() == signals
+            assert (destination == expected).all()
+            assert (source == own).all()
+            wait_with_peer(loop, lambda: rails_up(loop) == 2, "both rails")
+        assert peer.peer_mail.up.sum() >= 4, "a rail failed in each round"
+
+
+def test_an_error_that_is_not_the_links_ends_the_connection() -> None:
+    with loop_of(memory(9000), np.zeros(9000, np.uint8), rails=2, recovers=True) as loop:
+        loop.peers[0].devices[1].fail(1, errno.EACCES)
+        loop.push(0, PUT, 9000)
+        assert "Permission denied" in loop.fails().reason

@@ -14,7 +14,6 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,9 @@ from support.fakes.verbs import (
     Loop,
     Producer,
     bytes_of_value,
+    rails_up,
     verbs_options,
+    wait_with_peer,
 )
 from support.observing import wait_until_traced
 from support.ranks import Gate
@@ -193,15 +194,6 @@ def random_trigger(
     return operation | GET, channel, size, {"source": end, "destination": start}
 
 
-def rails_up(loop: Loop, peer: int = 0) -> int:
-    state, made = ffi.new("ProxycclRailsState *"), loop.service.engine_connections[peer]
-    up = 0
-    for rail in range(made.rails):
-        lib.proxyccl_rails_state(made.pointer, rail, state)
-        up += not state.is_down
-    return up
-
-
 def rails_observed() -> list[str]:
     """Returns the metrics of rails: first each connection's number of rails, then each connection's failures."""
     lines = metrics_text(snapshots("job").values(), {}).splitlines()
@@ -228,17 +220,6 @@ def lose_and_connect_rail(loop: Loop) -> tuple[FakePeer, FakeDevice]:
     peer.mail.down[1] = 1
     loop.wait(lambda: peer.peer_mail.up[1] == 1, "the message that the rail is connected")
     return peer, failing
-
-
-def wait_with_peer(loop: Loop, condition: Callable[[], bool], what: str) -> None:
-    """Waits for a condition, while the peers answer each message about a rail with the same message."""
-
-    def answered() -> bool:
-        for peer in loop.peers:
-            peer.mail.answer(peer.peer_mail)
-        return condition()
-
-    loop.wait(answered, what)
 
 
 @needs_transport

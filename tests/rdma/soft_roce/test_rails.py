@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator, ProxyCCLError, RdmaOptions, TransportError
+from support.checked_gather import CheckedGather
 from support.ranks import Ranks
 from support.soft_roce.nodes import TIMEOUT, failure_of
 from support.soft_roce.wire import Wire, add_wire, packets_sent, remove_wire
@@ -78,31 +79,6 @@ def test_long_puts_are_divided_between_two_devices(transport: str, signal: str) 
         sent = [packets_sent(f"veth{i}") - packets for i, packets in enumerate(before)]
     # Each rank sends 3 MB in packets of at most 4 KiB: at least a third of them by each device.
     assert min(sent) > 3 * NBYTES // 4096 // 3, sent
-
-
-class CheckedGather:
-    """Gathers a long array by proxy, with other bytes in each call, and checks every byte."""
-
-    NBYTES = 300_003
-    _SHIFTS = 4096
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._x, self._out = comm.empty((self.NBYTES,), "uint8"), comm.empty((2 * self.NBYTES,), "uint8")
-        self._bytes = [
-            np.random.default_rng(rank).integers(0, 256, self.NBYTES + self._SHIFTS, np.uint8) for rank in range(2)
-        ]
-        self._calls = 0
-
-    def __call__(self) -> None:
-        self._calls += 1
-        shift = self._calls * 17 % self._SHIFTS
-        expected = [each[shift : shift + self.NBYTES] for each in self._bytes]
-        np.asarray(self._x)[:] = expected[self._comm.rank]
-        self._comm.all_gather(self._x, out=self._out, algorithm="proxy")
-        self._comm.synchronize()
-        for got, sent in zip(np.split(np.asarray(self._out), 2), expected, strict=True):
-            assert (got == sent).all(), self._calls
 
 
 def gather_until(comm: Communicator, gather: CheckedGather, condition: Callable[[], bool]) -> float:

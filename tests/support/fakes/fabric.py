@@ -4,6 +4,7 @@ through it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,14 @@ from numpy.typing import NDArray
 from proxyccl import ProxyService
 from proxyccl.device.ffi_types import fill
 from proxyccl.proxy._engine import ffi, lib
+from proxyccl.proxy.transports.rails import Mail, Rail
 from proxyccl.proxy.transports.transport import RailsOptions
-from support.fakes.verbs import FakePeer
+from support.fakes.verbs import FakePeer, RailsMail
 from support.fakes.writer import FakeWriter
+from support.running import TIMEOUT
 
 SOURCE_KEY, TARGET_KEY, SIGNAL_KEY, REQUESTS_KEY = 0x11, 1 << 40, 0x33, 0x44
+MAIL_KEY, PEER_MAIL_KEY = 0x55, 0x66
 PEER = 3
 _DESCRIPTORS = 0x7000  # a key's descriptor is _DESCRIPTORS plus the key
 
@@ -49,6 +53,14 @@ class FakeEndpoint(FakeWriter):
     def fail(self, request: int, error: int) -> None:
         """Makes the write with number `request`, counted from 1, fail with `error`."""
         self._call("fail", request, error)
+
+    def stop(self) -> bool:
+        """Closes the endpoint, whose requests are discarded."""
+        return bool(self._call("stop"))
+
+    def reopen(self) -> bool:
+        self._call("reopen")
+        return True
 
     def options(self, signal_key: int, *, reads: bool) -> Any:
         """Returns the options of a connection that writes to this endpoint.
@@ -91,6 +103,10 @@ class FakeFabricPeer(FakePeer):
         offsets: whether requests name the peer's memory by offset instead of address.
         max_message: maximum size of a write in bytes.
         rails: number of rails, each of which has its own endpoint and keys; 1 for a connection without rails.
+        recovers: whether the connection goes on after a rail has failed.
+
+    Attributes:
+        works: returns whether the last rail's interface has a carrier.
     """
 
     device: Any
@@ -111,6 +127,7 @@ class FakeFabricPeer(FakePeer):
         offsets: bool = False,
         max_message: int = 4096,
         rails: int = 1,
+        recovers: bool = False,
     ) -> None:
         self.service, self.rank = service, rank
         self.devices = [
@@ -124,7 +141,11 @@ class FakeFabricPeer(FakePeer):
             device.register(SIGNAL_KEY + rail, self.words, offsets=offsets)
         options = [device.options(SIGNAL_KEY + rail, reads=reads) for rail, device in enumerate(self.devices)]
         self.options = options[0]
-        connected = RailsOptions.of(options, [1] * rails, over_fabric=True, cut=64) if rails > 1 else self.options
+        connected = self.options
+        if rails > 1:
+            own = (self._make_rails(), self._make_mails()) if recovers else ()
+            fields = {"over_fabric": 1, "cut": 64, "limit_ns": int(TIMEOUT * 1e9)}
+            connected = RailsOptions.of(options, [1] * rails, *own, **fields)
         self.connection = service.connect("fabric", connected, peer=rank)
         keys = [[key + rail for rail in range(rails)] for key in (SOURCE_KEY, TARGET_KEY)]
         self.source_id = service.add_memory(source.ctypes.data, source.nbytes, keys[0])
@@ -134,3 +155,27 @@ class FakeFabricPeer(FakePeer):
         words = 0 if offsets else self.words.ctypes.data
         for i, channel in enumerate(self.channels):
             service.set_channel(channel, self.connection, words + 8 * i)
+
+    def _make_rails(self) -> list[Rail]:
+        self.works: Callable[[], bool] = lambda: True
+        last = self.devices[-1]
+        return [
+            Rail(
+                f"rail{number}",
+                device.stop,
+                lambda _, device=device: (device is not last or self.works()) and device.reopen(),
+                lambda device=device: device is not last or self.works(),
+            )
+            for number, device in enumerate(self.devices)
+        ]
+
+    def _make_mails(self) -> tuple[Mail, Mail]:
+        words = ffi.sizeof("ProxycclRailsMail") // 8
+        self.mail, self.peer_mail = RailsMail(words), RailsMail(words)
+        for rail, device in enumerate(self.devices):
+            device.add(MAIL_KEY + rail, self.mail.words)
+            device.register(PEER_MAIL_KEY + rail, self.peer_mail.words)
+        mails = (self.mail, MAIL_KEY), (self.peer_mail, PEER_MAIL_KEY)
+        rails = range(len(self.devices))
+        own, peer = (Mail(mail.words.ctypes.data, [key + rail for rail in rails]) for mail, key in mails)
+        return own, peer

@@ -48,6 +48,8 @@ struct FakeEndpoint {
   int64_t allowed;
   uint64_t failing;
   int failing_error;
+  int broken;  /* 1 after a request has failed: no later request is executed, as on a stream that ends */
+  int stopped; /* 1 while the endpoint is closed */
   const char *breach;
   Memory memories[MAX_MEMORIES];
   uint32_t memory_count;
@@ -110,11 +112,12 @@ static uint32_t draw(FakeEndpoint *self) {
 
 static void advance(FakeEndpoint *self) {
   uint32_t most = self->dawdle != 0 ? draw(self) % (self->dawdle + 1) : self->depth;
-  for (; most > 0 && self->held > 0 && self->allowed != 0; --most) {
+  for (; most > 0 && self->held > 0 && self->allowed != 0 && !self->broken; --most) {
     uint32_t chosen = draw(self) % self->held;
     while (self->ordered && chosen > 0 && !self->taken[chosen].reads) --chosen;
     const Request write = self->taken[chosen];
     const int error = carry_out(self, &write);
+    self->broken = error != 0;
     if (self->allowed > 0) --self->allowed;
     memmove(&self->taken[chosen], &self->taken[chosen + 1], (self->held - chosen - 1) * sizeof write);
     --self->held;
@@ -128,6 +131,7 @@ static ssize_t take(struct fid_ep *fid, const struct fi_msg_rma *message, uint64
   ssize_t status = 0;
   pthread_mutex_lock(&self->lock);
   const size_t parts = message->iov_count;
+  if (self->stopped) note(self, "a request to an endpoint that is closed");
   size_t bytes = 0;
   if (parts != message->rma_iov_count) note(self, "a write with different numbers of local and remote parts");
   if (parts < 1 || parts > (self->joined && !reads ? MAX_PARTS : 1)) note(self, "a write of too many parts, or none");
@@ -271,6 +275,18 @@ void fake_endpoint_fail(FakeEndpoint *self, uint64_t request, int32_t error) {
   self->failing = request;
   self->failing_error = error;
 }
+
+int fake_endpoint_stop(FakeEndpoint *self) {
+  pthread_mutex_lock(&self->lock);
+  self->held = self->completed = 0;
+  self->failing = 0;
+  self->failing_error = 0;
+  self->stopped = 1;
+  pthread_mutex_unlock(&self->lock);
+  return 1;
+}
+
+void fake_endpoint_reopen(FakeEndpoint *self) { self->stopped = self->broken = 0; }
 
 int fake_endpoint_signal(FakeEndpoint *self, uint64_t number, FakeFabricSignal *signal) {
   if (number >= self->counts.signals) return 0;

@@ -30,6 +30,10 @@ void fake_endpoint_register(FakeEndpoint *endpoint, uint64_t key, uint64_t base,
 void fake_endpoint_allow(FakeEndpoint *endpoint, int64_t requests);
 void fake_endpoint_dawdle(FakeEndpoint *endpoint, uint32_t most, uint32_t seed);
 void fake_endpoint_fail(FakeEndpoint *endpoint, uint64_t request, int32_t error);
+/* Discards all outstanding requests and completions, and accepts no requests until fake_endpoint_reopen. Always
+ * succeeds. */
+int fake_endpoint_stop(FakeEndpoint *endpoint);
+void fake_endpoint_reopen(FakeEndpoint *endpoint);
 int fake_endpoint_signal(FakeEndpoint *endpoint, uint64_t number, FakeFabricSignal *signal);
 
 #endif

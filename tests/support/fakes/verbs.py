@@ -355,3 +355,23 @@ class Loop:
         """Waits until the proxy has failed, and returns the failure."""
         wait_for(lambda: bool(self.failures), "a failure of the proxy")
         return self.failures[0]
+
+
+def rails_up(loop: Loop, peer: int = 0) -> int:
+    state, made = ffi.new("ProxycclRailsState *"), loop.service.engine_connections[peer]
+    up = 0
+    for rail in range(made.rails):
+        lib.proxyccl_rails_state(made.pointer, rail, state)
+        up += not state.is_down
+    return up
+
+
+def wait_with_peer(loop: Loop, condition: Callable[[], bool], what: str) -> None:
+    """Waits for a condition, while the peers answer each message about a rail with the same message."""
+
+    def answered() -> bool:
+        for peer in loop.peers:
+            peer.mail.answer(peer.peer_mail)
+        return condition()
+
+    loop.wait(answered, what)

@@ -175,9 +175,13 @@ class Hosts:
         """Disconnects a host's interface from the switch."""
         self._ip(0, "link", "set", _port(host, interface), "down")
 
+    def lose(self, host: int, interface: int = 0) -> None:
+        """Loses all packets from and to a host's interface, whose link stays up."""
+        self._ip(0, "link", "set", _port(host, interface), "nomaster")
+
     def join(self, host: int, interface: int = 0) -> None:
-        """Reconnects a host's interface to the switch after `cut`."""
-        self._ip(0, "link", "set", _port(host, interface), "up")
+        """Reconnects a host's interface to the switch after `cut` or `lose`."""
+        self._ip(0, "link", "set", _port(host, interface), "master", f"bridge{interface}", "up")
 
     def received(self, host: int, interface: int = 0) -> int:
         """Returns the number of bytes that a host has received by an interface."""
