@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -27,6 +28,14 @@ def test_it_declines_other_devices(found: tuple[str, ...], monkeypatch: pytest.M
     chosen: dict[str, Callable[[], str | None]] = dict.fromkeys(platforms.builtin_platform_plugins, lambda: None)
     monkeypatch.setattr(platforms, "builtin_platform_plugins", chosen | dict.fromkeys(found, lambda: "a.Platform"))
     assert proxyccl_vllm.detect() is None
+
+
+def test_a_failure_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM itself goes on silently with its own platform."""
+    monkeypatch.setitem(sys.modules, "proxyccl.torch", None)  # lets the import fail
+    with pytest.raises(ImportError):
+        proxyccl_vllm.detect()
+    assert "vLLM goes on without ProxyCCL" in caplog.text
 
 
 def test_batch_invariance_makes_reductions_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
