@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from unittest import mock
+from unittest import TestCase, mock
 
 from started import DEVICE, ON_GPUS, expecting, print_outcomes  # isort: skip  # before SGLang's other modules
 import torch
@@ -159,6 +159,13 @@ def communicators_beside_a_group() -> None:
     assert (one.available, one.disabled) == (False, True)
     with mock.patch.object(dist, "new_group", side_effect=AssertionError), expecting("cta_policy: .*KV_SHARD"):
         PyNcclCommunicator(group.cpu_group, group.device, cta_policy=2)
+
+
+def new_groups_are_logged() -> None:
+    with TestCase().assertLogs("proxyccl.sglang", "INFO") as logged:
+        made = state.init_model_parallel_group([list(range(RANKS))], RANK, "proxyccl", group_name="more")
+    assert "Using ProxyCCL for the group 'more" in logged.output[0]
+    made.destroy()
 
 
 def symmetric_memory_is_refused() -> None:
@@ -322,6 +329,7 @@ CASES = {
         scatters,
         exchanges,
         communicators_beside_a_group,
+        new_groups_are_logged,
         symmetric_memory_is_refused,
         norms,
         norms_in_compiled_code,
