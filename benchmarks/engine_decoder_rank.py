@@ -25,6 +25,9 @@ STEPS = 20
 """Steps that one measurement has."""
 
 engine: Any = importlib.import_module(f"engine_{ASKED['engine']}")
+linear, activation, vocabulary = (  # both engines give these modules and their classes the same names
+    importlib.import_module(f"{engine.LAYERS}.{name}") for name in ("linear", "activation", "vocab_parallel_embedding")
+)
 
 
 class Attention(torch.nn.Module):
@@ -34,7 +37,7 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.size, self.heads = model["head_size"], model["heads"] // ranks
         self.kv_heads = max(1, model["kv_heads"] // ranks)
-        self.qkv = engine.QKVParallelLinear(
+        self.qkv = linear.QKVParallelLinear(
             model["hidden"], self.size, model["heads"], model["kv_heads"], bias=False, prefix=f"{prefix}.qkv_proj"
         )
         shape = (batch, self.kv_heads, model["context"], self.size)
@@ -55,13 +58,13 @@ class Layer(torch.nn.Module):
         super().__init__()
         hidden, wide, heads = model["hidden"], model["intermediate"], model["heads"] * model["head_size"]
         self.attention = Attention(model, ranks, batch, f"{prefix}.self_attn")
-        self.out = engine.RowParallelLinear(heads, hidden, bias=False, prefix=f"{prefix}.self_attn.o_proj")
+        self.out = linear.RowParallelLinear(heads, hidden, bias=False, prefix=f"{prefix}.self_attn.o_proj")
         self.norm = engine.RMSNorm(hidden, eps=EPS)
-        self.up = engine.MergedColumnParallelLinear(
+        self.up = linear.MergedColumnParallelLinear(
             hidden, [wide, wide], bias=False, prefix=f"{prefix}.mlp.gate_up_proj"
         )
-        self.activation = engine.SiluAndMul()
-        self.down = engine.RowParallelLinear(wide, hidden, bias=False, prefix=f"{prefix}.mlp.down_proj")
+        self.activation = activation.SiluAndMul()
+        self.down = linear.RowParallelLinear(wide, hidden, bias=False, prefix=f"{prefix}.mlp.down_proj")
 
     def forward(self, x: Any, residual: Any, next_norm: Any) -> tuple[Any, Any]:
         x, residual = engine.sum_and_norm(self.out, self.norm, self.attention(x), residual)
@@ -75,19 +78,19 @@ class Decoder(torch.nn.Module):
     def __init__(self, model: Any, ranks: int, batch: int) -> None:
         super().__init__()
         hidden, count = model["hidden"], model["layers"]
-        self.embedding = engine.VocabParallelEmbedding(model["vocabulary"], hidden, prefix="embed_tokens")
+        self.embedding = vocabulary.VocabParallelEmbedding(model["vocabulary"], hidden, prefix="embed_tokens")
         self.norms = torch.nn.ModuleList(engine.RMSNorm(hidden, eps=EPS) for _ in range(count + 1))
         self.layers = torch.nn.ModuleList(
             Layer(model, ranks, batch, f"{batch}.layers.{index}") for index in range(count)
         )
-        self.head = engine.ParallelLMHead(model["vocabulary"], hidden, prefix="lm_head")
+        self.head = vocabulary.ParallelLMHead(model["vocabulary"], hidden, prefix="lm_head")
 
     def forward(self, tokens: Any) -> Any:
         residual = self.embedding(tokens)
         x = self.norms[0](residual)
         for layer, next_norm in zip(self.layers, self.norms[1:], strict=True):
             x, residual = layer(x, residual, next_norm)
-        return engine.tensor_model_parallel_all_gather(torch.nn.functional.linear(x, self.head.weight), dim=-1)
+        return engine.all_gather(torch.nn.functional.linear(x, self.head.weight), dim=-1)
 
 
 def decoder(model: Any, ranks: int, rank: int, batch: int, device: torch.device) -> Decoder:

@@ -26,28 +26,11 @@ load_plugins()  # SGLang's processes also load plug-ins before they import SGLan
 import sglang.version  # noqa: E402
 from sglang.srt.distributed import parallel_state, tensor_model_parallel_all_gather  # noqa: E402
 from sglang.srt.layers import flashinfer_comm_fusion, layernorm  # noqa: E402
-from sglang.srt.layers.activation import SiluAndMul  # noqa: E402
 from sglang.srt.layers.layer_boundary.residual.add_norm import flashinfer_ar_fusion_applies  # noqa: E402
-from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear  # noqa: E402
-from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding  # noqa: E402
 from sglang.srt.runtime_context import get_context, get_parallel  # noqa: E402
 
-__all__ = [
-    "MergedColumnParallelLinear",
-    "ParallelLMHead",
-    "QKVParallelLinear",
-    "RMSNorm",
-    "RowParallelLinear",
-    "SiluAndMul",
-    "VocabParallelEmbedding",
-    "facts",
-    "graph_capture",
-    "groups",
-    "prepared",
-    "sum_and_norm",
-    "tensor_model_parallel_all_gather",
-]
-
+LAYERS = "sglang.srt.layers"
+all_gather = tensor_model_parallel_all_gather
 RMSNorm = partial(layernorm.RMSNorm, cast_x_before_out_mul=not _OWN_KERNELS)
 """SGLang's norm. Where the package sgl_kernel is missing, the norm rounds before it multiplies by the weight, because
 SGLang compiles its kernel for that order from source. The benchmark's weights are 1, so the results are the same."""
@@ -109,6 +92,7 @@ def groups(asked: Any, _: str, device: torch.device) -> Iterator[Any]:
 
 
 def facts(group: Any) -> dict[str, Any]:
+    """Returns SGLang's version and choices, among them the class that adds short messages."""
     in_use = [each for each in (group.ca_comm, group.pynccl_comm) if each is not None and not each.disabled]
     return {
         "sglang": sglang.version.__version__,
@@ -118,6 +102,7 @@ def facts(group: Any) -> dict[str, Any]:
 
 
 def graph_capture(_: torch.device) -> AbstractContextManager[Any]:
+    """Returns the context of a capture, which SGLang's communicators of all groups join."""
     made: AbstractContextManager[Any] = parallel_state.graph_capture()
     return made
 

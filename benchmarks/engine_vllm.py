@@ -33,33 +33,13 @@ from vllm.config import (
 )
 from vllm.config.utils import Range
 from vllm.distributed import parallel_state, tensor_model_parallel_all_gather
-from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers import layernorm
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-__all__ = [
-    "MergedColumnParallelLinear",
-    "ParallelLMHead",
-    "QKVParallelLinear",
-    "RMSNorm",
-    "RowParallelLinear",
-    "SiluAndMul",
-    "VocabParallelEmbedding",
-    "facts",
-    "graph_capture",
-    "groups",
-    "prepared",
-    "sum_and_norm",
-    "tensor_model_parallel_all_gather",
-]
-
+LAYERS = "vllm.model_executor.layers"
+RMSNorm = layernorm.RMSNorm
+all_gather = tensor_model_parallel_all_gather
 graph_capture = parallel_state.graph_capture
 
 
@@ -94,6 +74,7 @@ def groups(asked: Any, folder: str, device: torch.device) -> Iterator[Any]:
 
 
 def facts(group: Any) -> dict[str, Any]:
+    """Returns vLLM's version and choices."""
     return {
         "vllm": vllm.__version__,
         "platform": type(current_platform).__name__,
