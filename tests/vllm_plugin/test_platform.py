@@ -52,6 +52,8 @@ def test_vllms_own_fusion_is_off_and_its_cache_knows_of_ours() -> None:
     assert config.additional_config == {"proxyccl_fused_norms": True}
     off = VllmConfig(additional_config={"proxyccl_fused_norms": False})
     assert off.compute_hash() != config.compute_hash()
+    with pytest.raises(ValueError, match="proxyccl_fused_norms is 'false'; expected true or false"):
+        VllmConfig(additional_config={"proxyccl_fused_norms": "false"})
 
 
 def test_groups_and_memory_of_nccl_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
