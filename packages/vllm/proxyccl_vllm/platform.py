@@ -47,7 +47,7 @@ class ProxyCCLPlatform(_base()):  # type: ignore[misc]
 
         Raises:
             ValueError: an option asks for groups, communicators or memory of NCCL, or for sleep of groups on AMD GPUs,
-                or the option that switches the pass off is not a bool.
+                or the option that switches the pass off is neither true nor false.
         """
         super().check_and_update_config(vllm_config)
         parallel = vllm_config.parallel_config
@@ -65,5 +65,5 @@ class ProxyCCLPlatform(_base()):  # type: ignore[misc]
         vllm_config.compilation_config.pass_config.fuse_allreduce_rms = False  # FlashInfer's, or AITER's
         if isinstance(vllm_config.additional_config, dict):
             fused = vllm_config.additional_config.setdefault(FUSED_NORMS, True)
-            if not isinstance(fused, bool):
+            if fused not in (True, False):
                 raise ValueError(f"additional_config: {FUSED_NORMS} is {fused!r}; expected true or false")
