@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from unittest import TestCase, mock
+from unittest import mock
 
 from started import DEVICE, ON_GPUS, expecting, print_outcomes  # isort: skip  # before SGLang's other modules
 import torch
@@ -162,6 +162,8 @@ def communicators_beside_a_group() -> None:
 
 
 def new_groups_are_logged() -> None:
+    from unittest import TestCase
+
     with TestCase().assertLogs("proxyccl.sglang", "INFO") as logged:
         made = state.init_model_parallel_group([list(range(RANKS))], RANK, "proxyccl", group_name="more")
     assert "Using ProxyCCL for the group 'more" in logged.output[0]
