@@ -96,8 +96,8 @@ def headers_of_all(sources: list[str]) -> list[str]:
     return sorted({str(header) for source in sources for header in headers_of(Path(source), set())})
 
 
-# Libraries of kernels that the host runtime loads with dlopen. They are declared as extensions, although they are not
-# Python modules, so that setuptools builds and installs them.
+# Libraries of kernels that the host runtime loads with dlopen. Declaring the libraries as extensions makes setuptools
+# build and install them, although they are not Python modules.
 shipped_kernels = [
     Extension(
         f"proxyccl.device._{source.stem}",

@@ -41,9 +41,9 @@ _SAMPLES = 16
 _AIMED_STEPS = 10  # The value `late` covers steps 2 to 10.
 _TURN_STEPS = 4  # steps per turn; the CPU time of the first turn is not counted, because its steps create caches
 _CORES = 4
-"""In each turn, the main thread of a rank and torch's threads for backward passes may run on this number of cores. The
-next turn has other cores, and all contenders have the same ones. The cores of a shared machine differ in speed by up to
-80 % from minute to minute, so a program whose pace the CPU sets would otherwise measure the cores of its job.
+"""In each turn, the main thread of a rank and torch's threads for backward passes may run on this number of cores. Each
+turn has other cores, and all contenders have the same cores in a turn. The cores of a shared machine differ in speed by
+up to 80 % from minute to minute, so a program whose pace the CPU sets would otherwise measure the cores of its job.
 """
 
 

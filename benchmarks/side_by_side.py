@@ -4,8 +4,9 @@ Needs no torch.
 The programs choose the calls. `Job` checks the calls and times them alternately; jobs.py picks the kind of job for the
 runtime.
 
-Contenders alternate. A time is the median over repeats of the slowest rank's time. Calls are timed in bursts, so that
-on GPUs times exclude the CPU's time to issue calls (gpu_job.py, host_job.py).
+Bursts of the contenders' calls alternate, so that other load on the machine affects all contenders. A time is the
+median over repeats of the slowest rank's time. Calls are timed in bursts, so that on GPUs times exclude the CPU's time
+to issue calls (gpu_job.py, host_job.py).
 """
 
 from __future__ import annotations

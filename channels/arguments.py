@@ -37,14 +37,14 @@ def input_view(group: Group, x: Any, argument: str) -> ArrayView:
 
 
 def readable_view(group: Group, x: Any, argument: str) -> ArrayView:
-    """Returns a view that C can read, of an array that C can't read, such as an array of another library or of many
-    dimensions. Raises the same errors as `input_view`.
+    """Views an array that C can't read, such as one of another library or of many dimensions, in a form that C can
+    read. Raises the same errors as `input_view`.
     """
     return as_readable(group, input_view(group, x, argument))
 
 
 def as_readable(group: Group, view: ArrayView) -> ArrayView:
-    """Returns a view that C can read of the array of a view from `input_view`."""
+    """Converts a view from `input_view` to a form that C can read."""
     runtime = group.runtime
     shape = view.shape
     if len(shape) > MOST_DIMENSIONS:  # joins the dimensions between the first and the last

@@ -6,12 +6,13 @@ one part, whose name is for example "torch: untraced".
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
+from types import ModuleType
 from typing import Any
 
 _modules: dict[str, str] = {}
-_opaque: set[type] = set()
 
 
 def provide(part: str, module: str) -> None:
@@ -34,7 +35,11 @@ def keep_opaque(cls: type) -> None:
     """If torch is installed, makes torch's compiler call the methods of a public class and of its bases, instead of
     tracing them.
     """
-    if cls not in _opaque and "torch" in sys.modules:
-        for each in cls.__mro__[:-1]:  # without `object`
-            load("torch: untraced").untraced(each)
-        _opaque.add(cls)
+    if "torch" in sys.modules:
+        _keep_opaque(cls, sys.modules["torch"])
+
+
+@functools.cache
+def _keep_opaque(cls: type, _torch: ModuleType) -> None:
+    for each in cls.__mro__[:-1]:  # without `object`
+        load("torch: untraced").untraced(each)

@@ -193,7 +193,7 @@ class CollectiveCalls(NormCalls, TransferCalls):
         root = as_rank(self._group.world_size, root, "root")
         if self._group.rank == root:
             if isinstance(out, tuple):
-                input_view(self._group, out, "out")  # raises an error for an empty tuple, which means DROPPED
+                input_view(self._group, out, "out")  # refuses (), which `run` would take for DROPPED
             return run(self._collectives, REDUCE, x, out, op, root, algorithm, stream=stream)
         run(self._collectives, REDUCE, x, DROPPED, op, root, algorithm, stream=stream)
         return None

@@ -308,7 +308,7 @@ class Communicator(CollectiveCalls):
                 again = shrunk.shrink(timeout=bounded)
             finally:
                 shrunk._group.close()
-            # The caller has not seen the numbers of `shrunk`.
+            # `again` was shrunk from `shrunk`, which the caller never gets: its `members` must count as in this group.
             again._group.members = again._group.numbers_in(self._group) or ()
             return again
         except ProxyCCLError:

@@ -32,9 +32,9 @@ _OF_PROGRAMS: frozenset[MemoryPurpose] = frozenset({"arrays", "experts"})
 """The purposes of memory whose arrays programs use directly."""
 
 claims: list[Callable[[int, int, set[bytes]], str]] = []
-"""Functions that return why the memory from a start to an end can't be suspended, or "" if there is no reason. Their
-third argument is the tokens of the processes whose ranks take part in `suspend`. Modules that make other processes use
-memory by handle add their functions here, because this module must not import them.
+"""Functions claim(start, end, tokens) that return the reason why memory can't be suspended, or "". `tokens` identify
+the processes whose ranks take part in `suspend`. Modules that let other processes use memory by handle add functions to
+this list, because this module must not import these modules.
 """
 
 Ranges = Sequence[tuple[int, int]]

@@ -54,7 +54,7 @@ from proxyccl.proxy.codec import Codec, Message, Uint64
 from proxyccl.proxy.observe.publications import Description
 
 _CIRCLE_SECONDS = 0.1
-"""A peer that waits this long for the end of another communicator may be waiting for this rank."""
+"""Seconds after which a peer that waits for the end of another communicator is assumed to wait for this rank."""
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.25
 """Seconds between the watcher's calls of `Group._look`."""
@@ -134,7 +134,7 @@ class Group:
 
     def _begin(self, meeting: Meeting, parent: Group | None, mapped: HandleCache | None) -> None:
         self._closing = threading.RLock()
-        self._released = True  # until `__init__` has set all fields, `discard` frees nothing
+        self._released = True  # keeps `discard` from freeing anything until all fields are set
         self._meeting = meeting
         self.parent = parent
         self._shrunk = ""  # the advice in the error that a second `shrink` raises
@@ -144,7 +144,7 @@ class Group:
         self._one_caller = OneCaller()
         self._growths = 0
         self.linger, self.ways, self.members = meeting.options.linger, meeting.ways, meeting.members
-        self._numbers: dict[str, tuple[int, ...]] = {}  # by the names of the groups from which this group was shrunk
+        self._numbers: dict[str, tuple[int, ...]] = {}  # ranks' former numbers, by name of a former group
         self.exchange = exchange = meeting.exchange
         self.rank, self.world_size, self.timeout = exchange.rank, exchange.world_size, exchange.timeout
         self.thread = threading.get_ident()

@@ -87,7 +87,7 @@ class Announced(Export):
 
 
 class _Handled(Struct):
-    """The state of a peer's entry on this rank."""
+    """This rank's mapping of one entry of a peer's table of announcements."""
 
     version: int = 0  # the entry's version that was handled last
     handle: bytes = b""  # the handle of the mapped memory; b"" if nothing is mapped
@@ -168,7 +168,7 @@ class SymmetricMemory:
         self._pool: MemoryPool | None = None
         self._pool_changes = -1  # the pool's change count when it was last handled
         self._following = threading.Lock()  # guards `_segments`
-        self._segments: dict[int, Announced | None] = {}  # by number; None for a segment that can't be announced
+        self._segments: dict[int, Announced | None] = {}  # the pool's segments, by number; None: not exportable
         self.freed: deque[int] = deque()
         self._closed = False
         self._mapping = threading.Lock()  # guards `_seen` and `_handled`

@@ -202,6 +202,8 @@ class LaunchDefaults(Struct, frozen=True):
     # Maximum bytes that a rank receives, from all others together, in a reduction by proxy that sends all data to all
     # ranks in one step. A larger reduction takes two steps: each rank reduces one share, then sends the result to all.
     one_crossing_bytes: int
+    # Replaces data_bytes and result_bytes in a team whose kernels send through pinned memory.
+    pinned_buffer_bytes: int = 1 << 20
 
 
 class BaseRuntime(Protocol):

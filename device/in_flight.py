@@ -111,13 +111,12 @@ class InFlight:
     def _end_an_open_batch(self) -> None:
         """Records an event for the oldest open batch, because the program may no longer use the batch's stream."""
         for key, (stream, _) in self._open.items():
-            if isinstance(stream, OwnedStream) and self._is_reachable(key) and not self._is_capturing(key, stream):
+            if not isinstance(stream, OwnedStream) or not self._is_reachable(key):
+                continue
+            if stream.closed or not self._runtime.is_capturing(_handle(key)):
                 self._end_batch(key)
                 self._release_done()
                 return
-
-    def _is_capturing(self, key: int | ThreadStream, stream: OwnedStream) -> bool:
-        return not stream.closed and self._runtime.is_capturing(_handle(key))
 
     @staticmethod
     def _is_reachable(key: int | ThreadStream) -> bool:

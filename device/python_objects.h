@@ -53,8 +53,8 @@ static inline int proxyccl_add_type(PyObject* module, PyTypeObject** type, PyTyp
   return *type == NULL ? -1 : PyModule_AddObjectRef(module, strrchr(name, '.') + 1, (PyObject*)*type);
 }
 
-/* Returns 1 if a call has `wanted` arguments; otherwise sets a TypeError and returns 0. `call` is the signature in the
- * error. */
+/* Returns 1 if a call has `wanted` arguments; otherwise sets a TypeError, whose text begins with `call`, and returns
+ * 0. */
 static inline int proxyccl_has_arguments(Py_ssize_t count, Py_ssize_t wanted, const char* call) {
   if (count == wanted) return 1;
   PyErr_Format(PyExc_TypeError, "%s takes %zd arguments", call, wanted);

@@ -20,8 +20,8 @@ typedef struct ProxycclSleepers {
   uint32_t* asleep[PROXYCCL_MOST_SLEEPERS];
 } ProxycclSleepers;
 
-/* Adds a thread's word. Only one thread at a time may add words, but others may wake threads meanwhile. Returns 0 if
- * the list is full. */
+/* Adds the word of a proxy's thread to the list. Only one thread at a time may add words, but during the call other
+ * threads may wake those in the list. Returns 0 if the list is full. */
 static inline int proxyccl_sleepers_add(ProxycclSleepers* self, uint32_t* asleep) {
   if (self->count == PROXYCCL_MOST_SLEEPERS) return 0;
   self->asleep[self->count] = asleep;

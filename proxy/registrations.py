@@ -1,10 +1,9 @@
-"""Registers a rank's memory so that peers on other hosts can access the memory: with a network device, or as targets of
-staged writes.
+"""Registers a rank's memory for peers on other hosts: with an RDMA adapter, with libfabric, or, for staged transports,
+as a range to which received data is copied.
 
-A signal is a word in the receiver's control segment, which is host memory. The network adapter first writes the data,
-then the word, but the two writes take different paths. So a kernel that has read the new word may still read old data,
-unless the GPU orders both writes. If the GPU does not order the writes, the staged transports move the data through
-pinned memory.
+The network adapter writes data to the GPU's memory and then a signal to host memory. The two writes take different
+paths, so a kernel that has read the signal may still read old data, unless the GPU orders both writes. If the GPU does
+not, the staged transports move the data through pinned host memory.
 """
 
 from __future__ import annotations

@@ -388,7 +388,9 @@ class ProxyService(ProxyWords):
             self._channels.set_connection(channel, connection, pointer, remote_semaphore, signals)
 
     def signals(self, channel: int) -> Signals:
-        """Returns how far a channel's words have come. The rings must be drained."""
+        """Returns the counts of a channel's two words (ProxycclSignals), with which another service can take over the
+        channel. The rings must be drained.
+        """
         with self._open():
             return self._channels.signals(channel)
 

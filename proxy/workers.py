@@ -30,8 +30,8 @@ MAX_RINGS: int = lib.PROXYCCL_MAX_RINGS
 _POLL_SECONDS = 0.0002
 _UNUSED_THREAD_SECONDS = 10.0
 _WIRE_IDLE = IdlePolicy(yield_us=50.0)
-"""The idle policy of the threads that serve wires. Workers wake such a thread, and serve its wires until it is awake.
-So it may sleep early, and does not take a core from a thread with work.
+"""The idle policy of the threads that serve wires. A worker that wakes a wire's thread serves the wire itself until the
+thread is awake. So the thread may sleep early, which leaves the core to a thread with work.
 """
 
 

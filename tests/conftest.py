@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -31,10 +32,11 @@ OPEN_MPI = {
 Versions 4 and 5 have different names for it.
 """
 NUMPY = {"OPENBLAS_NUM_THREADS": "1"}
-"""Its own threads would only compete with a test's ranks for the cores."""
+"""Restricts OpenBLAS to one thread, because its threads would compete with a test's ranks for the cores."""
 KERNELS = {"PROXYCCL_CXXFLAGS": "-O0"}
-"""The host runtime's: most are compiled for a few short calls, and g++ takes three times as long with the default -O3.
-`collectives/test_same_bits.py` has a test of those; `make test-all` runs everything with them.
+"""Compiles the host runtime's kernels without optimization: tests make only a few short calls of most kernels, and g++
+takes three times as long with the default -O3. `collectives/test_same_bits.py` uses -O3, and so does a part of
+`make test-all`.
 """
 
 IN_RANKS = {"CUDA_MODULE_LOADING": "EAGER"}
@@ -46,9 +48,12 @@ device, and with it the proxy that the device waits for.
 @pytest.fixture(autouse=True, scope="session")
 def _private_directories(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keeps compiled kernels and reports of the test run out of the user's directories. pytest-xdist's workers share
-    the kernels. A cache directory that PROXYCCL_CACHE names is kept for the next run.
+    the kernels. Tests use the directory that PROXYCCL_CACHE names, whose kernels serve later runs too, unless the
+    directory contains measured tables: the library would choose algorithms by these tables.
     """
-    os.environ.setdefault("PROXYCCL_CACHE", str(shared_directory(tmp_path_factory) / "cache"))
+    named = os.environ.get("PROXYCCL_CACHE")
+    if not named or any(Path(named, "tuning").glob("*.json")):
+        os.environ["PROXYCCL_CACHE"] = str(shared_directory(tmp_path_factory) / "cache")
     os.environ["PROXYCCL_REPORT_DIR"] = str(tmp_path_factory.mktemp("reports"))
 
 

@@ -14,6 +14,7 @@ from proxyccl.channels.schedules.links import ScheduleLinks
 from proxyccl.channels.schedules.memory import ScheduleMemories
 from proxyccl.channels.schedules.rings import ScheduleRings
 
+_SHORTEST_PIECE = 2 << 20
 _LONGEST_ROUND = 256 << 20
 
 
@@ -29,6 +30,7 @@ class ByProxy:
             their data itself. True only within a host, where the data arrives shortly after the kernel starts.
         one_crossing_bytes: if a rank receives at most this many bytes in a reduction, the data crosses the links only
             once.
+        shortest_piece: the least bytes of the pieces into which a reduction divides a share.
         longest_round: the most bytes that one schedule stages. A call of more bytes takes several schedules, the same
             number on all ranks.
     """
@@ -41,7 +43,7 @@ class ByProxy:
         self.in_turn = group.runtime.calls.copy_many != 0 and not self.memories.staged_together
         self.awaits_data = group.runtime.launch_defaults.awaits_data and not self.memories.staged_together
         self.one_crossing_bytes = group.runtime.launch_defaults.one_crossing_bytes
-        self.longest_round = _LONGEST_ROUND
+        self.shortest_piece, self.longest_round = _SHORTEST_PIECE, _LONGEST_ROUND
 
     def close(self) -> None:
         """Frees the schedules' memory. All streams of all ranks must have completed the schedules."""

@@ -310,7 +310,7 @@ class _Preparer:
             shape = packets.row_shape(rows.rows, row_bytes)
             blocks, team = packets.of_rows(shape, rows.rows, request.cta_policy)
             return rows.launch(runtime, shape, chosen, source.ptr, options, blocks, team)
-        lines = packets is not None and len(packets.scratch) > 1  # if packets are lines, sums have another order
+        lines = packets is not None and len(packets.scratch) > 1  # sends lines, which add squares in another order
         shape = RowShape.of(defaults, row_bytes, None, lines=lines)
         own = rows.of_rank(group.rank, group.world_size) if rows.divided else rows
         blocks = min(own.rows, _NORMS_AT_ONCE * defaults.blocks)

@@ -99,7 +99,7 @@ class RowShape(Struct, frozen=True):
         most = of_block if scratch is None else scratch.slot_packets // room // group * group
         epochs = -(-of_block // most)
         packets = round_up(-(-of_block // epochs), group)
-        numbers = _GROUP_BYTES * -(-row_packets // LINE_WARP)
+        numbers = _GROUP_BYTES * max(-(-row_packets // LINE_WARP), (blocks - 1) * packets // LINE_WARP + 1)
         keeps = (
             min(2, (_MOST_SHARED_BYTES - numbers) // (epochs * packets * kept)) if numbers < _MOST_SHARED_BYTES else 0
         )

@@ -38,7 +38,6 @@ _MOST_PER_BLOCK = 32
 """If one block's data of all ranks is at most this multiple of the shortest chunk, the kernel has few blocks, because a
 busy GPU has room for few.
 """
-_SHORTEST_PIECE = 2 << 20
 _MOST_PIECES = 3
 """Most pieces of a share. Two pieces keep the link busy; each further piece adds a pause between copies."""
 _JOINED = _MOST_PIECES  # the stage whose counter counts posts; the earlier stages' counters count transfers
@@ -78,17 +77,17 @@ class _Pieces:
         longest: elements of the longest share.
         itemsize: bytes of an element.
         peers: the peers in the order in which this rank sends.
-        in_turn: whether the proxy copies to one peer after the other.
+        by_proxy: has the shortest piece, and tells whether the proxy copies to one peer after the other.
 
     Attributes:
         bounds: the offset and the most elements of each piece.
     """
 
-    def __init__(self, longest: int, itemsize: int, peers: Sequence[int], *, in_turn: bool) -> None:
-        number = max(1, min(_MOST_PIECES, longest * itemsize // _SHORTEST_PIECE))
+    def __init__(self, longest: int, itemsize: int, peers: Sequence[int], by_proxy: ByProxy) -> None:
+        number = max(1, min(_MOST_PIECES, longest * itemsize // by_proxy.shortest_piece))
         self.bounds = list(rounds(longest, round_up(-(-longest // number), _PIECE_ALIGNMENT)))
         self._whole = (0, longest)
-        self._peers, self._in_turn = peers, in_turn
+        self._peers, self._in_turn = peers, by_proxy.in_turn
 
     def values(self) -> list[tuple[int, int, int]]:
         return [(peer, *bounds) for peer, _, bounds in self._sends(self._peers[-1:])]
@@ -306,7 +305,7 @@ class _Reduction:
         self._peers = others(by_proxy.group, shares.members)
         self._itemsize = itemsize = source.dtype.itemsize
         longest = shares.lengths[0]
-        self.pieces = _Pieces(longest, itemsize, self._peers, in_turn=by_proxy.in_turn)
+        self.pieces = _Pieces(longest, itemsize, self._peers, by_proxy)
         memories = by_proxy.memories
         self._slots = _Slots(by_proxy, source.dtype, op, longest * itemsize, shares.members, divisor)
         found = memories.source(source.ptr, source.nbytes)

@@ -34,7 +34,6 @@ whose memory is not mapped, the data always crosses once, because two crossings 
 """
 _NO_LIMIT = (1 << 64) - 1
 _REACHED_AT: int = ffi.offsetof("ProxycclTeam", "reached_at")
-_PINNED_BUFFER_BYTES = 1 << 20
 _PINNED_BYTES_PER_BLOCK = 64 * 1024
 """A kernel that sends through pinned memory takes one more block for each multiple of this size: more blocks would read
 faster, but cost synchronization.
@@ -143,8 +142,9 @@ class Team:
         self.threads = max(defaults.threads, ranks)
         lanes = self.blocks if self.all_mapped else 1
 
-        data_bytes = _PINNED_BUFFER_BYTES if self.pinned else defaults.data_bytes
-        result_bytes = _PINNED_BUFFER_BYTES if self.pinned else defaults.result_bytes
+        data_bytes, result_bytes = (
+            (defaults.pinned_buffer_bytes,) * 2 if self.pinned else (defaults.data_bytes, defaults.result_bytes)
+        )
         buffers = lib.PROXYCCL_PIPELINE_DEPTH * (data_bytes + result_bytes)
         outputs = round_up(2 * lanes * ranks * packet_team.PACKET_BYTES, 128)
         self._writes_outputs = self.all_mapped and members == list(range(group.world_size))

@@ -106,10 +106,6 @@ class _Outputs:
         weights, weights_at = self.weights.new(rows) if self.weights is not None else (None, 0)
         return values if scales is None else (values, scales), weights, (rows_at, scales_at, weights_at)
 
-    def rows_in(self, buffer: Any, scales_at: int, rows: int) -> Any:
-        values = self.rows.part(buffer, 0, rows)
-        return values if self.scales is None else (values, self.scales.part(buffer, scales_at, rows))
-
 
 class Dispatch(CallForm):
     """A form of dispatches.
@@ -262,7 +258,9 @@ class Dispatch(CallForm):
                 desc.mark_received(refused=True)
                 raise bad
         if taken.whole is not None:
-            rows = outputs.rows_in(taken.whole, buffers.scales_offset, desc.rows)
+            rows = outputs.rows.part(taken.whole, 0, desc.rows)
+            if outputs.scales is not None:
+                rows = rows, outputs.scales.part(taken.whole, buffers.scales_offset, desc.rows)
         else:
             rows = self._copy_passed(desc, taken)
         if outputs.weights is not None and desc.rows != self._rows:

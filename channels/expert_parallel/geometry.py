@@ -39,8 +39,8 @@ batch.
 _TOKENS_PER_BLOCK = 4
 _TOKENS_PER_PACKET = 64  # each token is one bit of a mask's packet
 _LINE = 128
-_LEAST_COPY = 64 << 10  # bytes; a GPU time-slices between kernels and another process's shorter copies
-_PIECES = 4  # kMaxPieces of experts/expert_team.h: a combine's row has a weight for each piece
+_LEAST_COPY = 64 << 10  # bytes; a GPU executes shorter copies of another process only between time slices of kernels
+_PIECES = 4  # the pieces of a row, kMaxPieces in expert_team.h; a combine sends a weight with each
 
 
 def aligned(nbytes: int, to: int = _LINE) -> int:

@@ -154,7 +154,9 @@ def _timed_out(of: _Account) -> CommunicatorError:
         return of.error(WaitTimeoutError, "schedule", f"the proxy of {of.who} waited too long for {what}")
     what, on, details = WAITS.get(record.wait, "its peers"), of.on, {}
     if record.wait == lib.PROXYCCL_WAIT_EXECUTION:
-        what, on, details = _execution_place(record.channel or 0), "", {"channel": None}
+        threadblock, number = divmod(record.channel or 0, 1 << lib.PROXYCCL_PLACE_OPERATION_BITS)
+        what = f"operation {number} of threadblock {threadblock} of its execution plan"
+        on, details = "", {"channel": None}
     message = f"{of.who} waited too long for {what}{of.peer}{on}: expected {record.expected}, saw {record.seen}"
     return of.error(WaitTimeoutError, f"wait for {what}", message, **details)
 
@@ -262,8 +264,3 @@ _TEXTS = {
 
 def _operation(record: ErrorRecord) -> str:
     return operation_name(Operation(record.operation & 15))
-
-
-def _execution_place(place: int) -> str:
-    bits = lib.PROXYCCL_PLACE_OPERATION_BITS
-    return f"operation {place & (1 << bits) - 1} of threadblock {place >> bits} of its execution plan"

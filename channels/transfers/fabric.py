@@ -33,13 +33,15 @@ from proxyccl.proxy.registrations import Registration
 from proxyccl.proxy.remote_options import FabricOptions
 
 _ADAPTERS = Path("/sys/class/infiniband")
-"""Adapters with RDMA, EFA among them."""
+"""The directory in which the kernel lists adapters with RDMA, including EFA."""
 
 _SOCKETS = frozenset({"tcp", "net", "sockets", "udp"})
-"""Providers that are not faster than the agents' own TCP."""
+"""libfabric's providers over sockets, which are not faster than an agent's own TCP links."""
 
 _agents_at: defaultdict[Place, Iterator[int]] = defaultdict(itertools.count)
-"""For each place, counts the agents that this process has made there."""
+"""Counts, for each pair of a GPU and a NUMA node, the endpoints that this process has opened near them, so that
+successive agents use different network interfaces.
+"""
 
 
 class Key(Message, frozen=True):

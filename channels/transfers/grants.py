@@ -1,5 +1,5 @@
-"""Grants: an owner of memory lets others read or write blocks until it revokes the grant, and they find out whether it
-did.
+"""Grants: an owner of memory lets others read or write blocks until the owner revokes the grant. A reader or writer
+learns whether the grant was revoked before its transfer was complete.
 
 A reader that has copied a granted block checks the block's number in the owner's ledger afterwards (pairing grant in
 MEMORY_ORDER.md). The owner changes the number before it overwrites the block. So if the number is unchanged after the

@@ -48,7 +48,7 @@ class Place:
 
     Attributes:
         number: the number of the place.
-        descriptor: a descriptor of the ledger's file. It has its own open file description, to which the lock belongs.
+        descriptor: a descriptor of the ledger's file, with its own open file description, to which the lock belongs.
 
     Raises:
         ResourceError: the file can't be opened, for example because /proc is not mounted, or all places are taken.

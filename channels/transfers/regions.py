@@ -217,7 +217,9 @@ class Regions:
         self._views.clear()
 
     def view(self, kind: str = DRAM, device: int | None = None) -> View:
-        """Returns a snapshot of the regions of one kind, for `device` or, if that is None, for all devices."""
+        """Returns the currently registered regions whose memory is of the given kind (DRAM or VRAM), on one device, or
+        on all devices if `device` is None. Later registrations do not change the returned view.
+        """
         self._sort()
         view = self._views.get((kind, device))
         if view is None:

@@ -92,9 +92,10 @@ class WeightTarget(Holder):
 
         Args:
             tensor, array, sharding, start, size, within: as for `WeightSource.add`.
-            scale: a float32 array on the array's device, which receives the scales. Shape () or (1,): one scale of the
-                whole tensor. Otherwise one scale for each block of 128 x 128 elements in the last two dimensions, so
-                that the shape is that of the part with the last two extents divided by 128, rounded up.
+            scale: a float32 array on the array's device, which receives the scales. An array of shape () or (1,)
+                receives one scale of the whole tensor. An array of another shape receives a scale for each block of
+                128 x 128 elements in the last two dimensions: its last two extents are those of the part, divided by
+                128 and rounded up, and its other extents are those of the part.
 
         Raises:
             ArgumentError: as for `WeightSource.add`; or `scale` has another type, shape or device, or the part begins

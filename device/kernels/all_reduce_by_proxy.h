@@ -109,8 +109,8 @@ template <class T, class Op>
 PROXYCCL_DEVICE void all_reduce_by_proxy(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
   if (count * sizeof(T) <= team.one_crossing_bytes) {
     // Each rank sends its whole array to every peer: the data crosses links once, but a rank sends (n-1) times the
-    // array's bytes. This is faster if there are two ranks, or if data is so short that the links' latency determines
-    // the time. If all peers are mapped, one block does all the work.
+    // array's bytes. One crossing is faster if there are two ranks, or if data is so short that the links' latency
+    // determines the time. If all peers are mapped, one block does all the work.
     reduceInRounds<T, Op>(team, in, 0, out, count);
   } else {
     allReduceInPieces<T, Op>(team, in, out, count);

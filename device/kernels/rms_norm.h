@@ -39,28 +39,47 @@ PROXYCCL_DEVICE float combineInWarp(float value, Combine combine) {
 PROXYCCL_DEVICE float added(float a, float b) { return a + b; }
 
 // Exchanges numbers between the blocks of a row: tell() sends a number to all blocks. A block calls start() first,
-// awaitStart() before its first tell(), and the barrier meet() between tell() and its reads of the numbers.
+// awaitStart() before its first tell(), and meet() between tell() and its reads of the numbers, with the size of all
+// numbers. Only threads with `waits` may read numbers.
 template <uint32_t kBlocks>
 struct RowBlocks;
 template <>
 struct RowBlocks<1> {
-  static PROXYCCL_DEVICE void start() {}
+  PROXYCCL_DEVICE void start() {}
   static PROXYCCL_DEVICE void awaitStart() {}
-  static PROXYCCL_DEVICE void tell(float* at, float number) { *at = number; }
-  static PROXYCCL_DEVICE void meet() { __syncthreads(); }
+  PROXYCCL_DEVICE void tell(float* at, float number) { *at = number; }
+  PROXYCCL_DEVICE void meet(uint32_t, bool) { __syncthreads(); }
 };
 #if PROXYCCL_HAS_CLUSTERS
+// A barrier of the cluster would wait for all earlier stores to global memory, those to peers included. So the numbers
+// themselves complete a barrier of each block. There are two barriers, used in turn: a block that is one meeting ahead
+// uses the other one. No block is two meetings ahead of another, because every block tells a number in each meeting.
+// Warps without `waits` may be further behind.
 template <uint32_t kBlocks>
 struct RowBlocks {
-  static PROXYCCL_DEVICE void start() { arriveInCluster(); }
-  static PROXYCCL_DEVICE void awaitStart() { awaitCluster(); }
-  static PROXYCCL_DEVICE void tell(float* at, float number) {
-    for (uint32_t block = 0; block < kBlocks; ++block) storeInCluster(at, block, number);
-  }
-  static PROXYCCL_DEVICE void meet() {
+  PROXYCCL_DEVICE void start() {
+    if (threadIdx.x == 0)
+      for (uint32_t k = 0; k < 2; ++k) initInCluster(barriers() + k);
     arriveInCluster();
-    awaitCluster();
   }
+  static PROXYCCL_DEVICE void awaitStart() { awaitCluster(); }
+  PROXYCCL_DEVICE void tell(float* at, float number) {
+    for (uint32_t block = 0; block < kBlocks; ++block) storeInCluster(at, barriers() + meetings_ % 2, block, number);
+  }
+  PROXYCCL_DEVICE void meet(uint32_t bytes, bool waits) {
+    uint64_t* const barrier = barriers() + meetings_ % 2;
+    if (threadIdx.x == 0) expectInCluster(barrier, bytes);
+    if (waits)
+      while (!hasArrivedInCluster(barrier, meetings_ / 2 % 2)) {}
+    ++meetings_;
+  }
+
+ private:
+  static PROXYCCL_DEVICE uint64_t* barriers() {
+    __shared__ uint64_t both[2];
+    return both;
+  }
+  uint32_t meetings_ = 0;
 };
 #endif
 
@@ -99,7 +118,7 @@ class NormedRow {
 
   PROXYCCL_DEVICE explicit NormedRow(const Rows<T>& rows) : rows_(rows) {
     begin(blockIdx.x / kBlocks);
-    Blocks::start();
+    blocks_.start();
   }
 
   PROXYCCL_DEVICE bool exists() const { return row_ < rows_.rows; }
@@ -160,38 +179,19 @@ class NormedRow {
   }
 
   // Called by the row's blocks after take() of all packets of the row: normalizes the row.
-  PROXYCCL_DEVICE void norm() const {
+  PROXYCCL_DEVICE void norm() {
     if (rows_.weight == nullptr) return;
-    Blocks::meet();
+    meet();
     if (!exists()) return;
     const float mean = told(0, added) / static_cast<float>(rows_.width), factor = inverseRoot(mean + rows_.eps);
-    float to_float8 = 0;
-    if (rows_.scales != nullptr) {
-      forEachPacket([&](uint32_t epoch, uint32_t p) {
-        float greatest = 0;
-        forNormed(epoch, p, factor, [&](uint32_t, uint32_t, float* values) {
-#pragma unroll
-          for (uint32_t k = 0; k < kEach; ++k) greatest = greaterMagnitude(greatest, values[k]);
-        });
-        tell(1, inRow(epoch, p), combineInWarp(greatest, greaterMagnitude));
-      });
-      Blocks::meet();
-      const float greatest = told(1, greaterMagnitude);
-      if (threadIdx.x == 0 && blockIdx.x % kBlocks == 0) rows_.scales[row_] = scaleOf(greatest);
-      to_float8 = factorOf(greatest);
-    } else if (rows_.scale != nullptr) {
-      to_float8 = 1 / *rows_.scale;
-    }
-    const bool quantizes = rows_.scales != nullptr || rows_.scale != nullptr;
+    if (__builtin_expect(rows_.scales != nullptr || rows_.scale != nullptr, false)) return quantize(factor);
     forEachPacket([&](uint32_t epoch, uint32_t p) {
       Words narrowed{};
-      forNormed(epoch, p, factor, [&](uint32_t c, uint32_t chunk, float* values) {
-        if (quantizes) return storeFloat8(chunk, values, to_float8);
+      forNormed(epoch, p, factor, [&](uint32_t c, uint32_t, float* values) {
 #pragma unroll
         for (uint32_t k = 0; k < kEach; k += 2)
           narrowed.at[(c * kEach + k) / 2] = Element<T>::narrowTwo(values[k], values[k + 1]);
       });
-      if (quantizes) return;
       storeTo(static_cast<T*>(rows_.out) + first_, inRow(epoch, p), __builtin_bit_cast(Payload, narrowed));
     });
   }
@@ -222,10 +222,40 @@ class NormedRow {
     return (epoch * kBlocks + blockIdx.x % kBlocks) * rows_.packets + p;
   }
 
+  // Normalizes the row to float8. A function of its own keeps these instructions apart from those of other rows.
+  PROXYCCL_DEVICE void quantize(float factor) {
+    float to_float8 = 0;
+    if (rows_.scales != nullptr) {
+      forEachPacket([&](uint32_t epoch, uint32_t p) {
+        float greatest = 0;
+        forNormed(epoch, p, factor, [&](uint32_t, uint32_t, float* values) {
+#pragma unroll
+          for (uint32_t k = 0; k < kEach; ++k) greatest = greaterMagnitude(greatest, values[k]);
+        });
+        tell(1, inRow(epoch, p), combineInWarp(greatest, greaterMagnitude));
+      });
+      meet();
+      const float greatest = told(1, greaterMagnitude);
+      if (threadIdx.x == 0 && blockIdx.x % kBlocks == 0) rows_.scales[row_] = scaleOf(greatest);
+      to_float8 = factorOf(greatest);
+    } else {
+      to_float8 = 1 / *rows_.scale;
+    }
+    forEachPacket([&](uint32_t epoch, uint32_t p) {
+      forNormed(epoch, p, factor,
+                [&](uint32_t, uint32_t chunk, float* values) { storeFloat8(chunk, values, to_float8); });
+    });
+  }
+
   PROXYCCL_DEVICE float* numbers(uint32_t kind) const {
     return static_cast<float*>(dynamicShared()) + (2 * parity_ + kind) * groups();
   }
-  PROXYCCL_DEVICE uint32_t groups() const { return (rows_.row_packets + PROXYCCL_WARP_SIZE - 1) / PROXYCCL_WARP_SIZE; }
+  // The groups that tell numbers: those with packets of the row, and the first group of each block (see RowBlocks).
+  PROXYCCL_DEVICE uint32_t groups() const {
+    const uint32_t of_row = (rows_.row_packets + PROXYCCL_WARP_SIZE - 1) / PROXYCCL_WARP_SIZE;
+    const uint32_t of_blocks = (kBlocks - 1) * (rows_.packets / PROXYCCL_WARP_SIZE) + 1;
+    return of_row > of_blocks ? of_row : of_blocks;
+  }
   // Returns the kept sums, which are aligned to 16 bytes, because four numbers of 4 bytes per group precede the sums.
   PROXYCCL_DEVICE Payload* kept() const {
     return reinterpret_cast<Payload*>(static_cast<float*>(dynamicShared()) + 4 * groups());
@@ -235,10 +265,14 @@ class NormedRow {
   // Sends the number that a packet's group has computed to all blocks of the row, which read it after meet(). The
   // memory is reused for the row after the next one. By then every block has read the number, because a block reads it
   // before it calls meet() for the next row.
-  PROXYCCL_DEVICE void tell(uint32_t kind, uint32_t in_row, float number) const {
+  PROXYCCL_DEVICE void tell(uint32_t kind, uint32_t in_row, float number) {
     const uint32_t group = in_row / PROXYCCL_WARP_SIZE;
     if (in_row % PROXYCCL_WARP_SIZE != 0 || group >= groups()) return;
-    Blocks::tell(numbers(kind) + group, number);
+    blocks_.tell(numbers(kind) + group, number);
+  }
+  // A warp that tells no number has no packets of the row, so it uses no numbers.
+  PROXYCCL_DEVICE void meet() {
+    blocks_.meet(groups() * sizeof(float), inRow(0, threadIdx.x) / PROXYCCL_WARP_SIZE < groups());
   }
   template <class Combine>
   PROXYCCL_DEVICE float told(uint32_t kind, Combine combine) const {
@@ -309,6 +343,7 @@ class NormedRow {
   const Rows<T>& rows_;
   uint64_t row_ = 0, first_ = 0;  // the current row's number, and the index of the row's first element
   uint32_t parity_ = 0;
+  Blocks blocks_;
 };
 
 }  // namespace proxyccl

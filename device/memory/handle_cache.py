@@ -17,12 +17,12 @@ _POLL_SECONDS = 0.001
 
 
 class HandleCache:
-    """A cache of mappings of memory that other processes exported, by handle.
+    """Maps memory that other processes exported, and keeps unused mappings for later calls with the same handle.
 
-    A handle identifies memory independently of its address, so a cached mapping is never stale. But while this process
-    maps memory that its owner has freed, a driver may refuse to map the owner's new memory at the same address. After
-    such a refusal, `acquire` unmaps all unused mappings of this process and tries again. If another client of a daemon
-    still uses the old memory, `acquire` waits for at most PATIENCE seconds.
+    No two allocations have equal handles, so a cached mapping is never stale. But while this process still maps memory
+    that its owner has freed, a driver may refuse to map the owner's new memory if its address is the same. After such a
+    refusal, `acquire` unmaps all unused mappings of this process and tries again. If a mapping is in use, for example
+    by another client of the node daemon, `acquire` retries for at most PATIENCE seconds.
 
     Args:
         open_handle: maps the memory of a handle.

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
 
 from proxyccl.device._native import ffi, lib
+from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 from proxyccl.device.memory.descriptor_server import fetch_descriptor, supply
 from proxyccl.device.memory.descriptors import EXHAUSTED, out_of_descriptors
@@ -43,11 +44,6 @@ class _Origin(NamedTuple):
         """Returns the `_Origin` of a descriptor of this process."""
         process = forks.here()
         return cls(proc_view(), process.pid, process.token, descriptor)
-
-
-def _page_round(nbytes: int) -> int:
-    page = os.sysconf("SC_PAGESIZE")
-    return max(page, (nbytes + page - 1) // page * page)
 
 
 class _Mapping:
@@ -190,7 +186,7 @@ class SharedMemory:
             if limit is not None and nbytes > limit.nbytes:
                 raise ResourceError(f"can't allocate {nbytes} bytes of shared memory: {limit}")
         descriptor = ffi.new("int *")
-        status = lib.proxyccl_host_memory_create(descriptor, _page_round(nbytes))
+        status = lib.proxyccl_host_memory_create(descriptor, round_up(max(nbytes, 1), os.sysconf("SC_PAGESIZE")))
         if status in EXHAUSTED:
             raise out_of_descriptors(f"{nbytes} bytes of shared memory", status)
         if status:

@@ -1,9 +1,9 @@
 """Lets Python's signal handlers run while the main thread waits in C, so that Ctrl-C ends any wait quickly.
 
 Python runs handlers only in the main thread, after it has returned from C. So waits in C return from time to time. Some
-waits can't return, such as those of a kernel that the host runtime runs in the main thread. They call `_look`. If a
-handler then raises an exception, the awaited work is aborted, and `raise_interrupt` raises the exception after the
-wait. A call that synchronizes a GPU runs in a separate thread, while the main thread waits interruptibly.
+waits can't return, such as those of a kernel that the host runtime runs in the main thread; such a wait calls `_look`
+instead. If a handler then raises an exception, the awaited work is aborted, and `raise_interrupt` raises the exception
+after the wait. A call that synchronizes a GPU runs in a separate thread, while the main thread waits interruptibly.
 """
 
 from __future__ import annotations

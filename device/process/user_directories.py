@@ -13,7 +13,8 @@ NAME = "proxyccl"
 
 
 def user_directory(variable: str, below_home: str, purpose: str) -> Path:
-    """Returns the directory for one kind of this library's files. It may be absent, or `open_private` may refuse it.
+    """Returns the directory for one kind of this library's files. The directory may be absent, and
+    `open_private` may refuse an existing directory.
 
     Args:
         variable: the XDG variable that names the parent directory.

@@ -23,8 +23,8 @@ from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError, Co
 
 T = TypeVar("T")
 LEAST_TIMEOUT_SECONDS = 100.0
-"""The smallest time-out of a buffer's waits. It is long, because a rank may compile kernels between two calls while
-other ranks wait.
+"""The smallest time-out of a buffer's waits. A shorter time-out could end a wait for a rank that compiles kernels
+between two calls.
 """
 
 

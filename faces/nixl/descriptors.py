@@ -75,7 +75,7 @@ class _DescList:
         self._rows = rows
 
     def numbers(self) -> Iterable[int]:
-        """Returns the numbers of `rows`, row by row."""
+        """Returns the entries of `rows` (three integers per descriptor) as one flat sequence."""
         return self._numbers if self._rows is None else self._rows.ravel().tolist()
 
     def getType(self) -> nixl_mem_t:

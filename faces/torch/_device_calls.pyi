@@ -6,8 +6,8 @@ from typing import Any, Protocol
 import torch
 
 ADDED_BETWEEN: int
-"""A flow forgets the calls that have ended once for this number of calls with a mark. Of the synchronous calls, which
-run on the current stream, one in this number has a mark.
+"""A period, in calls: one in this many synchronous calls records an event, and each time that this many calls with an
+event have been logged, the calls that have ended are removed from the log of calls in progress.
 """
 
 class StreamMark:

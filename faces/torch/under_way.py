@@ -15,7 +15,7 @@ _MOST = 1 << 14
 is recorded as ended, so further calls displace the oldest ones.
 """
 _ENDED = 2048
-"""How many ended calls of each flow are kept. These are the latest ended calls."""
+"""The number of ended calls, the latest ones, that are kept for each flow."""
 
 _Call = tuple[int, str, Callable[[], bool] | None]
 

@@ -28,7 +28,7 @@ _is_completed_in_torch: Callable[[dist.Work], bool] = dist.Work.is_completed
 _UNNAMED: int = dist.Work()._get_op_type()
 """The type of operation that a wrapper has."""
 _NO_FUTURE = torch.futures.Future()
-"""Returned to torch's C++, which expects a future of `get_future`. Nobody waits for it."""
+"""The future that torch's C++ gets from `get_future` during a search. It never completes, and nobody waits for it."""
 
 
 def registered(work: dist.Work) -> Any:

@@ -17,7 +17,9 @@ from proxyccl.device.kernel import FLOAT, INTEGER, POINTER
 from proxyccl.triton.grid_barrier import GridBarrier
 
 PROXY_CHANNEL, SM_CHANNEL, GRID_BARRIER = "*u64", "*i64", "*u32"
-"""The pointer types of handles in kernels. They differ, so that a call with another kind fails to compile."""
+"""The pointer types of handles in kernels. Each kind of handle has its own type, so that a kernel that gets a handle of
+another kind fails to compile.
+"""
 
 _ELEMENTS = {
     "float16": "fp16",

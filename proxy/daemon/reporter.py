@@ -34,8 +34,8 @@ from proxyccl.proxy.thread import ProxyThread
 _MEANWHILE = 0.1
 """Seconds between two snapshots, whose difference shows whether workers poll their rings."""
 _COVERED_SECONDS = 5.0
-"""When a job fails, all its ranks ask for a report. One report shows all of them, so a job's further requests within
-this number of seconds are ignored.
+"""When a job fails, all its ranks ask for a report. One report shows all ranks, so a job's further requests within this
+number of seconds are ignored.
 """
 _TURN_SECONDS = 10.0
 

@@ -152,7 +152,7 @@ class SessionService:
 
     @method()
     def add_pinned_memory(self, handle: bytes, first: MemoryId | None = None) -> MemoryId:
-        """Maps pinned memory, and registers it for copies by the device and the CPU. Returns the first of its ids."""
+        """Maps pinned memory, and registers it for copies by the device and the CPU. Returns the memory's first id."""
         with contextlib.ExitStack() as undo:
             memory = self.memories.map_pinned(handle, undo)
             self._require_free(first, memory.nbytes)

@@ -13,5 +13,6 @@ enum { PROXYCCL_CPU_COPY_BYTES = 65536 };
 typedef struct ProxycclCopyOptions {
   void *stream;
   void *event;
-  const char *shorts; /* all 16-bit values in order, in the device's memory; NULL if no trigger carries a value */
+  const char *shorts; /* the device's table of all uint16_t values, the sources of copies that store a trigger's value;
+                         NULL if no trigger carries a value */
 } ProxycclCopyOptions;

@@ -73,8 +73,8 @@ typedef struct ProxycclIdlePolicy {
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
 void proxyccl_service_destroy(ProxycclService *service); /* the service's workers must have ended */
 
-/* How far a channel's two words have come, which only the engine knows. A service that takes over the channel of an
- * earlier service continues from these values; a new channel begins with zeros. */
+/* The counts of a channel's two words, which only the engine knows. A service that takes over the channel of an
+ * earlier service continues from these counts; a new channel begins with zeros. */
 typedef struct ProxycclSignals {
   uint64_t sent;  /* last value sent to the peer's word: a count of signals, or a post */
   uint64_t taken; /* number of signals in this rank's word that schedules have consumed, or the last post that was

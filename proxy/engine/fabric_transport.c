@@ -261,7 +261,7 @@ static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
-/* Need not check the queue of operations, because operations wait only while a request is outstanding. */
+/* Returns 1 if no request is outstanding. Then no operation waits in the queue either. */
 static int fabric_idle(const ProxycclConnection *base) {
   const FabricConnection *self = (const FabricConnection *)base;
   return self->made == self->retired;

@@ -118,8 +118,8 @@ static int overlap(uint64_t a, uint64_t a_bytes, uint64_t b, uint64_t b_bytes) {
   return a < b + b_bytes && b < a + a_bytes;
 }
 
-/* Returns whether an operation must follow an earlier part, in that the two could not be exchanged without being
- * noticed. Signals, and values on which a peer may wait, show that all earlier operations are complete. */
+/* Returns whether an operation must not overtake an earlier part, because one of the two ranks could notice the changed
+ * order. Signals, and values on which a peer may wait, show that all earlier operations are complete. */
 static int must_follow(const Operation *later, const Operation *earlier) {
   if (later->kind != PUT && later->kind != GET) return 1;
   if (earlier->kind == SIGNAL) return 0;
@@ -358,9 +358,9 @@ static int read_words(RailsConnection *self, uint32_t number, uint32_t by) {
   return status == 0 ? ask(self, other, &failed->asked) : status;
 }
 
-/* Removes the failed rail's parts that the peer has according to its count and to its signals: a queue pair executes
- * its requests in order. The peer does not know of the parts after them, so that posting these parts again is not
- * noticed. */
+/* Removes the failed rail's parts that were executed at the peer, as its count and its signals show, because a queue
+ * pair executes its requests in order. No count and no signal tells the peer of the later parts, so it can't notice
+ * that they are posted again. */
 static void remove_executed(RailsConnection *self, Rail *failed) {
   const uint64_t executed = self->mail->peer_executed;
   if (executed > failed->first && executed <= failed->last) failed->first = executed;
@@ -370,8 +370,8 @@ static void remove_executed(RailsConnection *self, Rail *failed) {
   }
 }
 
-/* Posts the failed rail's parts on another rail. They stay in the failed rail's list until all are complete, so that
- * flushes wait for them. */
+/* Posts the failed rail's parts on another rail. The parts stay in the failed rail's list until all are complete, so
+ * that flushes wait for these parts. */
 static int move(RailsConnection *self, Rail *failed, uint32_t by) {
   for (; failed->next != failed->last; ++failed->next) {
     if (!has_room(&self->rails[by])) return 0;
@@ -384,8 +384,8 @@ static int move(RailsConnection *self, Rail *failed, uint32_t by) {
   return 0;
 }
 
-/* Returns whether no rail that is recovering failed later. A rail that fails may hold parts that were moved to it. They
- * must be moved on before the rail from which they came moves its next parts. */
+/* Returns whether no rail that is recovering failed later. A rail that fails may hold parts that were moved to it from
+ * another failed rail. The parts must be moved on before the other rail moves its next parts. */
 static int is_last_failed(const RailsConnection *self, const Rail *rail) {
   for (uint32_t i = 0; i < self->count; ++i)
     if (is_recovering(&self->rails[i]) && self->rails[i].turn > rail->turn) return 0;

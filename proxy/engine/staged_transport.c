@@ -182,7 +182,7 @@ struct StagedConnection {
   uint64_t returned;     /* number of messages for which credits were returned */
   uint64_t returned_end; /* position after the last credited message */
   uint64_t held_since;   /* time since which a credit is delayed; 0 if no credit is delayed */
-  /* Gets, by number. */
+  /* The counts of gets; get i is gets[i % GETS], and the peer's get i is answers[i % GETS]. */
   uint64_t asked, arriving, got; /* numbers of the next get to request, of the next get whose data arrives, of the next
                                     get to complete */
   uint64_t noted, answered;      /* number of requests received; number of requests answered completely */
@@ -770,8 +770,7 @@ static int are_resting(const StagedConnection *self) {
   return 1;
 }
 
-/* Need not check the queue of operations, because operations wait only while a message has no credit or a get is
- * incomplete. */
+/* Returns 1 if all gets are complete and all messages are credited. Then no operation waits in the queue either. */
 static int staged_idle(const ProxycclConnection *base) {
   const StagedConnection *self = (const StagedConnection *)base;
   return self->asked == self->got && self->answered == self->noted && self->made == self->freed &&

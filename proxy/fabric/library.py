@@ -38,7 +38,7 @@ _EXHAUSTED = (12, 24)
 _STREAMS = frozenset({"tcp", "net"})
 """Providers that send messages over a byte stream and store the received data in the stream's order."""
 _LAST_RESORT = frozenset({"udp", "sockets", "net"})
-"""Providers for old programs or experiments. They are used only if the user names one, or if there is no other
+"""Providers for old programs or experiments, which are used only if the user names one, or if there is no other
 provider.
 """
 _ORDERED_STORES = frozenset({"x86_64", "AMD64"})

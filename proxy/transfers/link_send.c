@@ -45,8 +45,8 @@ static void feed_by_fabric(ProxycclLink *link, Answer *answer) {
   }
 }
 
-/* Advances the next FED answers that need a stage: for a READ, starts the device's copy of the data into a stage; for a
- * FETCH or STORE, begins further steps. */
+/* Advances at most FED answers from or to device memory, the oldest first: for a READ, starts the device's copy of the
+ * data into a stage; for a FETCH or STORE, begins further steps. */
 static void feed_answers(ProxycclLink *link) {
   uint32_t fed = 0;
   for (Node *each = link->answers.first; each != NULL && fed < FED; each = each->next) {

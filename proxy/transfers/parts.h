@@ -331,9 +331,9 @@ struct ProxycclAgent {
   Device *devices;
   uint64_t memory;     /* counts the changes of the registered regions */
   Queue stages;        /* stages with a device copy, the oldest copy first */
-  int starved;         /* whether an answer waits for a stage */
-  int waits_for_stage; /* whether the thread waits for a stage, to copy a transfer's next piece */
-  int feeds;           /* whether links may have answers to advance */
+  int starved;         /* set when a link found no free stage for an answer: freeing a stage wakes the thread */
+  int waits_for_stage; /* set when no transfer could copy a piece: freeing a stage of a transfer wakes the thread */
+  int feeds;           /* set when the thread must try again to send the links' answers */
   uint64_t turns;
 };
 

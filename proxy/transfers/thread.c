@@ -14,11 +14,11 @@
 
 enum { EVENTS = 32, REST_MS = 1, SLACK_NS = 1000 };
 
-/* Accepts one link. If UNGREETED links have sent no greeting, ends the oldest of these links, because each link holds a
- * descriptor. */
+/* Accepts one connection as a link. If UNGREETED accepted peers have not sent their greeting yet, first closes the
+ * oldest of their links, so that silent peers can't use up the process's descriptors. */
 static void accept_link(ProxycclAgent *agent, int listener) {
   int socket = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-  if (socket < 0 && (errno == EMFILE || errno == ENFILE)) { /* refuses the link to prevent further wake-ups */
+  if (socket < 0 && (errno == EMFILE || errno == ENFILE)) { /* drops the connection, so that epoll reports it once */
     close(agent->spare);
     socket = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
     if (socket >= 0) close(socket);

@@ -248,7 +248,8 @@ def _read_gids(port: Path, link_layer: str, used: Iterable[tuple[int, str]]) -> 
         kind = read(port / f"gid_attrs/types/{index}")
         if kind == "IB/RoCE v1":
             kind = "IB" if link_layer == "infiniband" else "RoCE v1"
-        yield RdmaGid(index, _written(address), kind, read(port / f"gid_attrs/ndevs/{index}") or None)
+        written = str(address) if address.ipv4_mapped is None else f"::ffff:{address.ipv4_mapped}"
+        yield RdmaGid(index, written, kind, read(port / f"gid_attrs/ndevs/{index}") or None)
 
 
 def _used_gids(table: Path) -> Iterable[tuple[int, str]]:
@@ -256,10 +257,6 @@ def _used_gids(table: Path) -> Iterable[tuple[int, str]]:
         text = read(f"{table}/{index}")
         if text.strip("0:"):
             yield index, text
-
-
-def _written(address: ipaddress.IPv6Address) -> str:
-    return str(address) if address.ipv4_mapped is None else f"::ffff:{address.ipv4_mapped}"
 
 
 def _netdev_of(device: Path, port: int) -> str | None:

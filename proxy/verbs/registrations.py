@@ -25,7 +25,7 @@ from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.pyverbs_api import error_number
 
 DmaBuf = Callable[[], tuple[int, int] | None]
-"""A function that exports a memory range as a DMA-BUF. It returns the DMA-BUF's file descriptor and the range's offset
+"""A function that exports a memory range as a DMA-BUF, and returns the DMA-BUF's file descriptor and the range's offset
 in the DMA-BUF, or None if the driver can't export the range. This module closes the descriptor.
 """
 

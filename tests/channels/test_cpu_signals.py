@@ -99,7 +99,7 @@ def test_counts_rise_to_values(ranks: Ranks) -> None:
             channel.wait_until(2)
             channel.wait()
             channel.wait()
-            channel.wait_until(1)  # consumed before
+            channel.wait_until(1)  # returns at once, because this signal was consumed earlier
             assert not channel.poll()
             channel.signal(1 << 50)
         comm.barrier()

@@ -21,7 +21,9 @@ from support.running import TIMEOUT
 from support.signals import Interrupt, handling, interrupt
 
 AT_ONCE = 5.0
-"""Seconds: on a machine that is not busy a handler runs within 0.2, and within TIMEOUT if waits did not look."""
+"""Seconds within which a handler must run. On an idle machine the handler runs within 0.2 s; if waits did not check for
+signals, the handler would run only after TIMEOUT.
+"""
 Call = Callable[[Communicator], object]
 
 

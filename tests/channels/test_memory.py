@@ -10,14 +10,24 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 
-from proxyccl import AbortedError, ArgumentError, Array, ClosedError, Communicator, ResourceError, Runtime
+from proxyccl import (
+    AbortedError,
+    ArgumentError,
+    Array,
+    ClosedError,
+    Communicator,
+    ResourceError,
+    Runtime,
+    RuntimeUnavailableError,
+)
 from proxyccl.channels.memory import allocate, register
 from proxyccl.device.errors import AlreadyMappedError
 from proxyccl.device.memory.handle_cache import HandleCache
@@ -110,18 +120,21 @@ def test_private_memory_is_refused_by_name_where_a_peer_wants_it(ranks: Ranks) -
 def test_memory_out_of_a_transports_reach_is_refused_by_name(
     ranks: Ranks, transport: str, refusal: str, message: str
 ) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise RuntimeUnavailableError(refusal)
+
     def body(comm: Communicator) -> None:
-        memory = comm.register(comm.empty(8, "uint8"))
-        memory._offers[1] = structs.replace(memory._offers[1], unsupported_reasons={transport: refusal})
-        links = comm.group.links
-        usual, links._transports = links._transports, {1 - comm.rank: transport}
-        try:
+        array, links = comm.empty(8, "uint8"), comm.group.links
+        with pytest.MonkeyPatch.context() as patch:
+            if comm.rank == 1:
+                remote = SimpleNamespace(transports=[transport], context=SimpleNamespace(expose=refuse))
+                patch.setattr(links, "remote", remote)
+            memory = comm.register(array)
+            patch.setattr(links, "transport", lambda peer: transport)
             if comm.rank == 0:
                 with pytest.raises(ArgumentError) as caught:
                     memory.peer_id(1)
                 assert str(caught.value) == message
-        finally:
-            links._transports = usual
 
     ranks.run(body)
 

@@ -21,7 +21,7 @@ DONE = {
     "CAP_SYS_PTRACE, seccomp))\nby shared_memory\nby copy engine (shared memory)\ndone\n",
     "lose": "ways:\nlost: the process of rank 1 ended (seen by this rank)\ndone\n",
 }
-"""By task of the program, what a rank prints that ends well."""
+"""The output of a rank that succeeds, for each task of contained.py."""
 
 
 @pytest.mark.host_only("paths have other names on GPUs")

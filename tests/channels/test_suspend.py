@@ -285,7 +285,7 @@ def test_arrays_lose_their_contents_if_these_are_not_saved() -> None:
 
 
 def test_memory_that_could_not_be_mapped_at_resume_is_mapped_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if another communicator of the ranks, which owns the memory, resumed only after this one."""
+    """Simulates that the memory belongs to another communicator of the ranks, which resumes later than this one."""
     ask, refuses = DaemonConnection.ask, threading.Event()
 
     def refusing(self: DaemonConnection, function: Any, *arguments: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,7 +17,9 @@ from msgspec.structs import replace
 from proxyccl import ArgumentError, Array, Communicator, Runtime, RuntimeUnavailableError, ThreadBootstrap
 from proxyccl.channels.collectives import reductions
 from proxyccl.channels.joining.topology import RANK_INFO, RankInfo, Topology, chosen_local_world_size, encode_choice
+from proxyccl.channels.peer_links import PeerLinks
 from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.proxy.interface import Connection
 from support.cases.reference import ALGORITHMS, MOVES, Call
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import most_ranks, rank_runtime, require_devices
@@ -201,14 +204,22 @@ def test_integers_come_out_of_a_hierarchy_as_on_one_node(op: str) -> None:
     assert run_ranks(4, body, local_world_size=2) == run_ranks(4, body)
 
 
-def test_a_rank_uses_only_ranks_of_its_node_and_of_its_number_on_others() -> None:
+def test_a_rank_uses_only_ranks_of_its_node_and_of_its_number_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, connected = PeerLinks.connection, defaultdict[PeerLinks, set[int]](set)
+
+    def recorded(links: PeerLinks, peer: int, *, private: bool = False) -> Connection:
+        connected[links].add(peer)
+        return connect(links, peer, private=private)
+
+    monkeypatch.setattr(PeerLinks, "connection", recorded)
+
     def body(comm: Communicator) -> list[int]:
         for count in (1, 1001, 300_001):  # odd counts are not divisible by a node's two ranks
             x = comm.empty(count, "float32").fill(comm.rank)
             comm.all_reduce(x)
             comm.barrier()
             assert np.all(on_host(x) == sum(range(comm.world_size)))
-        return sorted(peer for peer, _ in comm.group.links._connections)
+        return sorted(connected[comm.group.links])
 
     with Ranks(6, local_world_size=2) as ranks:
         assert ranks.run(body) == [[2, 4], [3, 5], [0, 4], [1, 5], [0, 2], [1, 3]]

@@ -11,14 +11,16 @@ import pytest
 from msgspec.structs import replace
 
 from proxyccl import Communicator, TransportError
-from proxyccl.channels.collectives import reduce_schedules
 from proxyccl.device.host.runtime import HostRuntime
 from proxyccl.device.runtime import DriverCalls
 from support.cases.span_calls import COLLECTIVES, SpanCalls
 from support.device_arrays import barrier, on_device, on_host
 from support.running import run_ranks
 
-pytestmark = pytest.mark.host_only(reason="it replaces the host runtime's copies")
+pytestmark = [
+    pytest.mark.host_only(reason="it replaces the host runtime's copies"),
+    pytest.mark.own_proxy(reason="replaces the copies in the ranks' process only"),
+]
 
 RANKS = 3
 _COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
@@ -81,18 +83,16 @@ def copy_many(monkeypatch: pytest.MonkeyPatch) -> CopyMany:
 
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_moves_and_reductions_in_bundles(
-    copy_many: CopyMany, in_place: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moves_and_reductions_in_bundles(copy_many: CopyMany, in_place: bool, waits: bool) -> None:
     """Depending on the length, arrays are reduced in pieces, in one exchange, or through pinned memory without bundles.
     With `waits`, kernels are launched before the data arrives.
     """
-    monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
     copy_many.awaits_data = waits
 
     def body(comm: Communicator) -> None:
         by_proxy = comm.collectives.by_proxy()
-        by_proxy.one_crossing_bytes, by_proxy.memories.pinned_bytes = 2048, 1024
+        by_proxy.shortest_piece = by_proxy.memories.pinned_bytes = 1024
+        by_proxy.one_crossing_bytes = 2048
         assert by_proxy.memories.own_box_bytes == 4096 * (RANKS - 1)
         calls = SpanCalls(comm, 20_000 * comm.world_size)
         for seed in range(18):

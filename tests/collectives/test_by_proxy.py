@@ -26,7 +26,7 @@ from proxyccl import (
     WaitTimeoutError,
 )
 from proxyccl.channels import memory, symmetric
-from proxyccl.channels.collectives import move_schedules, reduce_schedules, reductions
+from proxyccl.channels.collectives import move_schedules, reductions
 from proxyccl.channels.collectives.request import Request
 from proxyccl.channels.liveness.watcher import WatchThread
 from proxyccl.channels.schedules import rings as schedule_rings
@@ -118,15 +118,14 @@ def test_little_goes_through_pinned_memory(kinds: tuple[Kind, Kind]) -> None:
         for kind in KINDS
     ],
 )
-def test_reduces_in_pieces_and_rounds(kind: Kind, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reduces_in_pieces_and_rounds(kind: Kind, in_place: bool) -> None:
     """Reduces arrays of lengths below and above the limits that the test sets."""
-    monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
     counts = (1, 3, 500, 1031, 4096, 10_007)
 
     def body(comm: Communicator) -> None:
-        comm.collectives.by_proxy().longest_round = 20_000
-        comm.collectives.by_proxy().one_crossing_bytes = 2048
-        comm.collectives.by_proxy().memories.pinned_bytes = 1024
+        by_proxy = comm.collectives.by_proxy()
+        by_proxy.shortest_piece, by_proxy.longest_round = 1024, 20_000
+        by_proxy.one_crossing_bytes, by_proxy.memories.pinned_bytes = 2048, 1024
         rank, ranks = comm.rank, comm.world_size
         stream = comm.runtime.create_stream()
         for count in counts:

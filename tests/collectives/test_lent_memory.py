@@ -51,7 +51,9 @@ def memory_for(comm: Communicator, limit: int | None = ROOM, call: Call = CALL) 
 def meet(
     comm: Communicator, source: Array, target: Array, times: int = 1, collective: str = "all_gather", **options: Any
 ) -> None:
-    """Makes calls as for torch's tensors, so that the library lends the arrays' memory after many calls."""
+    """Calls the collective `times` times through the path of torch's tensors. After OFTEN such calls on the same
+    memory, the library announces the memory to the peers unasked ("lends" it).
+    """
     calls = comm.tensor_calls
     for _ in range(times):
         calls.make(calls.options(collective, **options), source, target)

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from proxyccl import Communicator, Operation, ResourceError, Trigger
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.memory.shared_memory import SharedMemory
-from proxyccl.proxy.daemon import session_memories
 from proxyccl.proxy.daemon.connection import DaemonConnection
 from proxyccl.proxy.daemon.introductions import Introductions
 from proxyccl.proxy.daemon.protocol import LONGEST_FRAME
@@ -152,16 +151,15 @@ def test_pinned_memory_is_mapped_until_it_is_removed_or_its_client_goes(
         return mapped[-1]
 
     monkeypatch.setattr(HostRuntime, "open_pinned", recorded)
-    monkeypatch.setattr(
-        session_memories, "_QUIET_SECONDS", TIMEOUT
-    )  # the memory is unmapped only when the worker is idle
     assert client.opens()
     first, second = (client.result({"do": "add_pinned_memory", "handle": handle}) for _ in range(2))
     limits = SharedWords(client.segment, OFFSET).memory_limits
     assert (limits[first], limits[second]) == (100, 100)
     assert client.say({"do": "remove_memory", "first": first}) == DONE
     assert (limits[first], limits[second]) == (0, 100)
-    assert [each.closed for each in mapped] == [True, False]
+    wait_for(
+        lambda: [each.closed for each in mapped] == [True, False], "the memory is unmapped once the worker is idle"
+    )
     client.connection.close()
     wait_for(lambda: inside.clients == 0, "its session has ended")
     assert [each.closed for each in mapped] == [True, True]

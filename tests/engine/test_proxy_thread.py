@@ -242,7 +242,9 @@ def test_close_drains_or_ends_at_once(
 def test_a_service_may_be_closed_while_others_wait_for_its_workers(
     thread: ProxyThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads that wait for a worker may read it until they notice its end, so the worker must not be freed earlier."""
+    """A thread that waits for a worker reads the worker's memory. If another thread closes the worker's service
+    meanwhile, the memory must stay allocated until the first thread has returned.
+    """
     freed: list[object] = []
 
     class Recorded:
@@ -285,8 +287,8 @@ Help = Callable[[bool], int]
 
 @contextmanager
 def helped_thread(idle: IdlePolicy) -> Iterator[tuple[ProxyThread, Help]]:
-    """Yields a proxy thread, and a function by which another thread runs the proxy thread's workers. The function's
-    argument says whether the caller waits for the proxy.
+    """Yields a proxy thread and its helper: a function that runs one turn of the proxy's workers on the calling thread,
+    as threads of the host runtime do. The helper's argument says whether the caller waits for the proxy.
     """
     helpers: dict[int, Callable[[int, int], int]] = {}
     helper = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)

@@ -62,7 +62,7 @@ def test_time_counts_while_a_stream_waits_and_one_worker_takes_no_turn(words: An
     assert passes(watch, clock, 2) == pytest.approx(2)
     words.bell, words.running = 0, 3
     words.turns[0].count += 1
-    assert passes(watch, clock, 1) == pytest.approx(3)  # the other one's
+    assert passes(watch, clock, 1) == pytest.approx(3)  # worker 1 has had no turn for 3 s
     words.turns[0].count += 1
     words.turns[1].count += 1
     assert passes(watch, clock, 1) == pytest.approx(0.9)

@@ -37,7 +37,7 @@ def arguments(comm: Communicator) -> tuple[Any, Any]:
 
 def calls_with(layer: EPAll2AllLayer, comm: Communicator, desc: Any) -> dict[str, Callable[[], object]]:
     """Returns every call that takes a descriptor, with arrays of the shapes that an unfilled descriptor would allow."""
-    leading = layer._parts.leading(desc.rows)
+    leading = (PER_RANK, TOKENS * comm.world_size) if layer.layout == "padded" else (desc.rows,)
     rows = on_device(comm, np.ones((*leading, HIDDEN), np.float32))
     values = on_device(comm, np.ones(leading, np.float32))
     tokens = arguments(comm)[0]

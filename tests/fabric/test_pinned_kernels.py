@@ -11,7 +11,6 @@ import pytest
 from msgspec import structs
 
 from proxyccl import Communicator, WaitTimeoutError
-from proxyccl.channels.collectives import team
 from proxyccl.channels.collectives.request import Request
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.host import HostRuntime
@@ -32,18 +31,21 @@ BUFFER = 16 << 10
 
 @pytest.fixture(autouse=True)
 def _like_a_gpu(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    make = HostRuntime.__init__
-
-    def with_pinned_kernels(self: HostRuntime, *args: object, **options: object) -> None:
-        make(self, *args, **options)  # type: ignore[arg-type]
-        self.launch_defaults = structs.replace(
-            self.launch_defaults, proxied_kernel_bytes=0, pinned_kernel_bytes=LONGEST, one_crossing_bytes=4096
-        )
-
-    monkeypatch.setattr(HostRuntime, "__init__", with_pinned_kernels)
-    monkeypatch.setattr(team, "_PINNED_BUFFER_BYTES", BUFFER)
+    small = {"pinned_kernel_bytes": LONGEST, "one_crossing_bytes": 4096, "pinned_buffer_bytes": BUFFER}
+    set_defaults(monkeypatch, proxied_kernel_bytes=0, **small)
     with this_library(library, monkeypatch):
         yield
+
+
+def set_defaults(monkeypatch: pytest.MonkeyPatch, **defaults: int) -> None:
+    """Changes fields of the launch defaults of host runtimes that are made from now on."""
+    make = HostRuntime.__init__
+
+    def with_defaults(self: HostRuntime, *args: object, **options: object) -> None:
+        make(self, *args, **options)  # type: ignore[arg-type]
+        self.launch_defaults = structs.replace(self.launch_defaults, **defaults)
+
+    monkeypatch.setattr(HostRuntime, "__init__", with_defaults)
 
 
 def run_nodes(ranks: int, each: int, body: Callable[[Communicator], None]) -> None:
@@ -98,7 +100,7 @@ def test_all_reductions_go_by_kernels(dtype: str, ranks: int, each: int, longer:
 
 
 def test_long_puts_of_pinned_memory_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "_PINNED_BUFFER_BYTES", 1 << 20)
+    set_defaults(monkeypatch, pinned_buffer_bytes=1 << 20)
     run(2, 1, Call("all_gather", "int64", count=100_003), by_kernels=False)
 
 

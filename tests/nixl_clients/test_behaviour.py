@@ -542,7 +542,7 @@ def test_a_list_whose_memory_was_deregistered_and_registered_anew(two: Two, side
 
 
 def test_handles_of_another_agent_are_not_valid(two: Two) -> None:
-    two.transfer()  # the agents number their handles alike
+    two.transfer()  # gives a a handle with the number of b's next handle
     theirs = two.b.initialize_xfer("READ", two.descs(1), two.descs(0), "agent0")
     for call in (two.a.transfer, two.a.check_xfer_state):
         with invalid():

@@ -22,10 +22,10 @@ from proxyccl.channels.transfers.regions import Region, columns_of
 from proxyccl.transfer import Agent
 
 PATHS = ("process_vm", "unix", "tcp")
-"""The paths between agents that need nothing but Linux."""
+"""The paths of host memory that work on every Linux machine."""
 
 MAPPED_BYTES = 4 << 20
-"""Of the fixture `mapped`."""
+"""Bytes of the memory of the fixture `mapped`."""
 
 _NOWHERE = 0x2000_0000_0000
 """The kernel maps nothing near this address by itself, so memory that is unmapped there stays unmapped."""

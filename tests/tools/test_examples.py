@@ -24,7 +24,6 @@ from support.running import run_alone, run_mpi
 
 pytestmark = pytest.mark.slow
 
-NOT_PROGRAMS = {"demo.py", "traffic.py"}
 ENVIRONMENT = {"TRITON_INTERPRET": "1"} if ON_HOST else {}  # on the host, Triton examples need Triton's interpreter
 
 

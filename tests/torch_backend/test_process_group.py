@@ -761,7 +761,6 @@ def test_a_call_whose_device_is_lost_is_taken_for_unfinished() -> None:
 def test_the_watchdog_goes_on_after_an_error_of_one_group(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flight_recorder, "_INTERVAL_SECONDS", 0.01)
     monkeypatch.setattr(flight_recorder, "groups", {})
     seen = threading.Event()
 

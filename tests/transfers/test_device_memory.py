@@ -16,8 +16,9 @@ from msgspec import structs
 from nixl._api import nixl_agent
 
 from proxyccl.channels.transfers import copier
+from proxyccl.channels.transfers.metadata import METADATA
 from proxyccl.channels.transfers.published import find_agents
-from proxyccl.channels.transfers.regions import VRAM, Region
+from proxyccl.channels.transfers.regions import VRAM
 from proxyccl.channels.transfers.tracing import AgentTracer
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
@@ -38,7 +39,7 @@ from support.devices import RUNTIME, rank_runtime
 from support.paths import PROGRAMS, TESTS
 from support.stream_words import wait_value, write_value
 
-NBYTES = 6 << 20
+NBYTES = 16 << 20  # half of it is a block that counts as long
 
 pytestmark = pytest.mark.filterwarnings("ignore:agent .* through a socket:RuntimeWarning")
 
@@ -74,8 +75,7 @@ class OnDevices:
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnDevices]:
-    monkeypatch.setattr(copier, "_LONG_BYTES", 1 << 20)  # a block of 1 MiB counts as long
+def pair() -> Iterator[OnDevices]:
     made = OnDevices()
     yield made
     made.close()
@@ -84,7 +84,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnDevices]:
 def blocks_of(here: int, there: int) -> Any:
     """Returns short blocks of all alignments, whose order differs between the two memories, and a long block."""
     random = np.random.default_rng(3)
-    starts = np.arange(0, NBYTES // 2 - 4099, 4099, dtype=np.uint64)
+    starts = np.arange(0, (3 << 20) - 4099, 4099, dtype=np.uint64)
     rows = np.stack((starts, random.permutation(starts), random.integers(0, 4099, len(starts))), 1).astype(np.uint64)
     rows = np.concatenate((rows, [[NBYTES // 2, NBYTES // 2, NBYTES // 2]])).astype(np.uint64)
     return rows + np.array([here, there, 0], np.uint64)
@@ -200,8 +200,7 @@ def test_memory_that_cannot_be_pinned_is_left_to_the_driver(pair: OnDevices, mon
     def refuse(ptr: int, nbytes: int) -> None:
         raise ResourceError("the test refuses")
 
-    device = pair.a._devices.copier(pair.arrays[0].runtime.device, RUNTIME)
-    monkeypatch.setattr(device.runtime, "pin", refuse)
+    monkeypatch.setattr(type(pair.arrays[0].runtime), "pin", staticmethod(refuse))
     many = strided(pair.host_regions[0].address, pair.regions[0].address, 64, 100, 128)
     with pytest.warns(RuntimeWarning, match="driver's buffers: the test refuses"):
         transfer = pair.a.prepare("write", "a", many)
@@ -341,7 +340,8 @@ def test_memory_at_an_address_where_other_memory_was(pair: OnDevices) -> None:
     for value, nbytes in ((1, NBYTES), (2, NBYTES), (3, NBYTES // 2)):
         array = array_of(1)
         array.fill(value)
-        exported = pair.b._devices.share(Region(array.ptr, nbytes, array.runtime.device, VRAM), array.runtime)
+        region = pair.b.register((array.ptr, nbytes), device=array.runtime.device, kind=VRAM)
+        (exported,) = METADATA.decode(pair.b.metadata([region]), "an agent").shares
         share = structs.replace(exported, region=structs.replace(exported.region, address=at))
         metadata, number = metadata_of(pair.b, share.region, share, former=number)
         pair.a.add(metadata)

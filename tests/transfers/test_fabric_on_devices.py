@@ -116,7 +116,10 @@ def test_blocks_arrive_where_they_belong(two: TwoHosts, operation: str, kinds: t
 
 @pytest.fixture
 def unreached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes registration of the host runtime's device memory fail, as if adapters could not access it."""
+    """Makes registration of the host runtime's device memory fail, as if adapters could not access it. Promises that
+    all devices order writes, because otherwise libfabric is not asked to register the memory of AMD GPUs.
+    """
+    monkeypatch.setenv("PROXYCCL_FABRIC", os.environ["PROXYCCL_FABRIC"] + ",gpu_writes=ordered")
 
     def refuse(*_: object) -> None:
         raise RuntimeUnavailableError("tcp does not reach memory of these GPUs")

@@ -465,8 +465,8 @@ def test_a_read_that_succeeds_has_the_granted_data(case: str, rounds: int, monke
 
 
 def one_read(sides: Sides, case: str, threads: ThreadPoolExecutor) -> bool:
-    """Makes a read while the owner revokes its blocks. Returns whether the read was refused; otherwise its data is
-    that of the grant.
+    """Makes a read while the owner revokes its blocks. Returns whether the read was refused. Asserts that
+    the data of a read that was not refused is the granted data.
     """
     value = random.randrange(1, 250)
     sides.memory[:] = value

@@ -148,7 +148,7 @@ def test_a_stranger_at_a_published_address_is_not_taken_for_the_agent(
 
 
 class Yama(Refusing):
-    """Emulates a kernel with Yama, where a peer must permit copies of its memory. `permits`: whether the peer does."""
+    """Emulates a kernel with Yama, where a peer must permit copies of its memory, as it does if `permits` is true."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, scope: Path) -> None:
         self.permits = True

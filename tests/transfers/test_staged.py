@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from proxyccl.channels.transfers import device_memory
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.transfer import (
@@ -164,7 +165,7 @@ def test_within_a_host_a_socket_serves_where_memory_cannot_be(
     def refuse(*_: object) -> None:
         raise NoPathError("the test maps nothing")
 
-    owner, name = (hosts.a._peers["b"].reached, "map") if how == "mapped" else (hosts.a._devices, "nearest")
+    owner, name = (device_memory.Reached, "map") if how == "mapped" else (device_memory.Devices, "nearest")
     monkeypatch.setattr(owner, name, refuse)
     force_path(hosts.a, "process_vm")
     with pytest.warns(RuntimeWarning, match="stages memory of devices through a socket: .*the test maps nothing"):

@@ -49,7 +49,7 @@ def together(bootstraps: list[Any], action: Callable[[Any], T]) -> list[T]:
 
 
 def patient() -> None:
-    """Never gives up."""
+    """The check that a bootstrap makes while it waits; this one never ends the wait."""
 
 
 def make(kind: str, world_size: int, directory: Path) -> list[Any]:

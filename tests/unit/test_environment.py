@@ -18,11 +18,6 @@ from support.running import run_ranks
 ROOMS = ("device", "proxy", "channels", "faces", "tools", "src")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_warned", set())
-
-
 def told() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

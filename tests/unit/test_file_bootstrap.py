@@ -27,7 +27,7 @@ def mode(path: Path) -> int:
 
 
 def patient() -> None:
-    """Never gives up."""
+    """The check that a bootstrap makes while it waits; this one never ends the wait."""
 
 
 def test_other_users_can_neither_enter_the_directory_nor_read_a_file(directory: Path) -> None:

@@ -50,7 +50,7 @@ enum ProxycclWaitKind {
   PROXYCCL_WAIT_PROXY_SIGNAL = 5,
   PROXYCCL_WAIT_PACKET = 6,
   PROXYCCL_WAIT_GRID = 7,
-  /* Waits of the proxy; the proxy does not describe them in `waits`: */
+  /* Waits of the proxy, which never occur in `waits`, where kernels describe their waits: */
   PROXYCCL_WAIT_SCHEDULE_POST = 8,
   PROXYCCL_WAIT_SCHEDULE_DATA = 9,
   PROXYCCL_WAIT_SCHEDULE_SEND = 10,

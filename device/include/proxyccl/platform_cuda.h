@@ -82,16 +82,39 @@ PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
 PROXYCCL_DEVICE void syncThreadsDevice() { __syncthreads(); }
 #if __CUDA_ARCH__ >= 900
 #define PROXYCCL_HAS_CLUSTERS 1
-// Stores a number in the shared memory of another block of the cluster, at the offset of `p` in this block's.
-PROXYCCL_DEVICE void storeInCluster(float* p, uint32_t block, float value) {
-  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(p));
+PROXYCCL_DEVICE uint32_t sharedAddress(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+// Returns the address, for stores in the cluster, of the word of another block's shared memory at the offset of `p`.
+PROXYCCL_DEVICE uint32_t addressInCluster(const void* p, uint32_t block) {
   uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(sharedAddress(p)), "r"(block));
+  return there;
 }
-// A split barrier (arrive, wait) of all threads of the cluster; after the wait, the threads see each other's earlier
-// stores to shared memory.
-PROXYCCL_DEVICE void arriveInCluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Barriers in shared memory that complete a phase when the expected number of bytes has been stored. One thread calls
+// expectInCluster() in each phase. A thread whose hasArrivedInCluster() returned true sees the stored numbers.
+PROXYCCL_DEVICE void initInCluster(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(sharedAddress(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+PROXYCCL_DEVICE void storeInCluster(float* p, uint64_t* barrier, uint32_t block, float value) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                   addressInCluster(p, block)),
+               "r"(__float_as_uint(value)), "r"(addressInCluster(barrier, block))
+               : "memory");
+}
+PROXYCCL_DEVICE void expectInCluster(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(sharedAddress(barrier)), "r"(bytes)
+               : "memory");
+}
+PROXYCCL_DEVICE bool hasArrivedInCluster(uint64_t* barrier, uint32_t parity) {
+  uint32_t arrived;
+  asm volatile("{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
+               : "=r"(arrived)
+               : "r"(sharedAddress(barrier)), "r"(parity)
+               : "memory");
+  return arrived != 0;
+}
+// A split barrier (arrive, wait) of all threads of the cluster, which does not order earlier stores.
+PROXYCCL_DEVICE void arriveInCluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 PROXYCCL_DEVICE void awaitCluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 #endif
 

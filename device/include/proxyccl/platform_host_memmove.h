@@ -1,8 +1,8 @@
 /* A memmove by which CPUs copy array data. The copy avoids `rep movsb` on CPUs on which that instruction is slow.
  *
  * From about 2 KiB to the size of a core's cache, glibc copies with `rep movsb` if the CPU reports that this
- * instruction is fast. AMD's Zen 3 and Zen 4 report this, although the instruction is 4 to 15 times slower on them if
- * the target has a slightly higher offset in its page than the source
+ * instruction is fast. AMD's Zen 3 and Zen 4 report a fast `rep movsb`, although the instruction is 4 to 15 times
+ * slower on these CPUs if the target has a slightly higher offset in its page than the source
  * (https://sourceware.org/bugzilla/show_bug.cgi?id=30994). numpy's arrays have such offsets relative to our memory,
  * because malloc puts large blocks 16 bytes after the start of a page. The header is plain C, because the engine also
  * includes it.

@@ -179,7 +179,8 @@ def test_a_megabyte_crosses_between_two_endpoints(ends: Ends) -> None:
     assert destination.map[:] == source.map[:]
     assert packets_sent(INTERFACES[0]) - before >= (1 << 20) // ends.endpoints[0].mtu
     assert ends.endpoints[0].signal == "write"
-    assert f"queue pair {ends.endpoints[1]._qp.qp_num} at {ADDRESSES[1]}" in str(ends.endpoints[0].peer)
+    far = EndpointAddress.decode(ends.endpoints[1].address)
+    assert f"queue pair {far.qp_number} at {ADDRESSES[1]}" in str(ends.endpoints[0].peer)
 
 
 def test_an_atomic_advances_a_counter(devices: list[RdmaDevice]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import structs
 
 from proxyccl import ArgumentError, Communicator, ProxyCCLError, RuntimeUnavailableError, TransportError
+from proxyccl.proxy.interface import Keys
 from support.paths import PROGRAMS
 from support.processes import run_processes
 from support.soft_roce.kernels import KERNELS
@@ -44,12 +45,15 @@ def test_a_link_that_goes_down_is_a_transport_error_on_all_ranks(wire: Wire) -> 
 
 def test_a_wrong_key_is_refused_by_the_peer_and_named() -> None:
     def body(comm: Communicator) -> ProxyCCLError:
-        memory = comm.register(np.zeros(100, np.uint8))
-        if comm.rank == 0:
-            address, (key,) = memory._offers[1].exposed["verbs"]
-            memory._offers[1] = structs.replace(memory._offers[1], exposed={"verbs": (address, (key + 12345,))})
-            memory._remote_ids.clear()  # removes memory ids that were made with the right key
-        channels = comm.proxy_channels(memory)
+        add = comm.proxy.add_remote_memory
+
+        def add_with_wrong_keys(address: int, nbytes: int, keys: Keys, *further: Any) -> int:
+            return add(address, nbytes, tuple(key + 12345 for key in keys), *further)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if comm.rank == 0:
+                patch.setattr(comm.proxy, "add_remote_memory", add_with_wrong_keys)
+            channels = comm.proxy_channels(comm.register(np.zeros(100, np.uint8)))
         if comm.rank == 0:
             comm.compile(KERNELS, "put_only")(1, 1, channels, 100)
         return failure_of(lambda: comm.barrier() if comm.rank else comm.synchronize())

@@ -569,7 +569,7 @@ USED = {
     "slime": "Buffer.__init__",
     "DeepEP's tests": "Buffer.is_sm90_compiled topk_idx_t __version__ get_physical_domain_size get_logical_domain_size",
 }
-"""Names that each takes from `deep_ep`."""
+"""For each client, the names of `deep_ep` that the client uses."""
 
 CLIENTS: dict[str, Callable[[Any, Mixture], Tensor]] = {
     "vLLM high throughput": lambda group, mixture: vllm_high_throughput(group, mixture, float8=False),
@@ -587,7 +587,7 @@ CLIENTS: dict[str, Callable[[Any, Mixture], Tensor]] = {
     "SGLang elastic": sglang_elastic,
     "NeMo elastic": lambda group, mixture: nemo(group, mixture)[0],
 }
-"""Each client's output for a rank's mixture."""
+"""For each client, a function that makes the client's calls for a rank's mixture, and returns the output."""
 
 
 def require_close(output: Tensor, mixture: Mixture, *, float8: bool) -> None:

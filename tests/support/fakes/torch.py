@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from proxyccl.channels import array_libraries
-
 
 class PluggableAllocator:
     """Stands in for torch.cuda.memory.CUDAPluggableAllocator."""
@@ -124,4 +122,3 @@ def install(monkeypatch: pytest.MonkeyPatch, torch: Any) -> None:
     untraced.untraced = lambda cls: cls
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, untraced.__name__, untraced)
-    monkeypatch.setattr(array_libraries, "_opaque", set())

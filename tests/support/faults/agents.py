@@ -164,8 +164,8 @@ def _served(number: int) -> Callable[[socket.socket], None]:
 
 
 class Slot:
-    """A peer's memory at a fixed address. Transfers read its first half, which is filled with `value`, and write its
-    second half, which is filled with `written`.
+    """The expected contents of a range of a peer's memory, and the transfers that were prepared for the range. The peer
+    fills new memory with `value`; transfers read the range's first half, and fill the second half with `written`.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,9 @@ class Lives:
                 slot.transfers = []
             if life > 0:
                 self._agent.remove(self._name)
-            self._agent.add(process.receive())
+            metadata = process.receive()
+            self._agent.add(metadata)
+            self._token = token_of(metadata)
             found = self._live(process, ours)
             fate = self._rng.choice(_FATES)
             if fate == "kill":
@@ -292,7 +294,7 @@ class Lives:
         finding, or "".
         """
         metadata = self._rng.choice(self._metadata)
-        is_of_this_life = token_of(metadata) == self._agent._peers[self._name].token
+        is_of_this_life = token_of(metadata) == self._token
         try:
             self._agent.add(metadata)
         except UnknownAgentError:

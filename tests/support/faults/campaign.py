@@ -227,7 +227,7 @@ class Campaign:
         target, signals, pause = strikes[case.fault]
         for i, number in enumerate(signals):
             if i > 0 and case.fault == "daemon stopped" and daemon is not None:
-                findings = self._await_notice(case, ranks)  # SIGKILL follows, which all ranks notice at once
+                findings = self._await_notice(case, ranks)  # before SIGKILL, whose effect ranks notice at once
             elif i > 0:
                 self._stopped.wait(pause)
             if target is not None:

@@ -28,27 +28,34 @@ FAULTS = (
 """Faults of one rank (the victim), or of the daemon that runs the ranks' proxies:
 
 - kill: SIGKILL; stop: stopped for longer than the time-out; pause: stopped for less than the time-out
-- slow: it sleeps between calls; exit: another thread ends the process; exception: the program raises
-- wrong arguments: one call with another count; garbage: one of its messages has other bytes
-- fork: children that end at once, in different ways; signals: a handler runs every millisecond
-- few descriptors, little memory: limits that are set while it works; no directory: reports and cache can't be written
-- full disk: reports and cache are on a file system that is full; clock jumps: its time of day jumps at every reading
+- slow: the victim sleeps between calls; exit: another thread ends the process; exception: the program raises one
+- wrong arguments: the victim makes one call with another count; garbage: the victim sends one message with other bytes
+- fork: the victim forks children that end at once, in different ways; signals: a handler runs every millisecond
+- few descriptors, little memory: the victim's limits are lowered while it works; no directory: the victim can't write
+  reports and the cache
+- full disk: the victim's reports and cache are on a full file system; clock jumps: the victim's time of day jumps at
+  every reading
 """
 LINK_FAULTS = ("link cut", "link pause", "link loss")
 """Faults of the link between two hosts: it is cut, permanently or for less than the time-out, or it loses packets."""
 HARMLESS = ("none", "pause", "slow", "fork", "signals", "no directory", "full disk", "clock jumps", *LINK_FAULTS[1:])
 """Faults that no rank may notice."""
 LASTING_DESCRIPTORS = 3
-"""The number that a process keeps from its first communicator on: one wakes the thread that reports on a signal, the
-others are the directory of the cache and the one that replaces it if that can't be written."""
+"""The number of descriptors that a process opens for its first communicator and never closes: one wakes the thread that
+reports on a signal; the others are of the cache's directory and of the directory that replaces an unwritable cache.
+"""
 _TIMEOUT_SECONDS = 3.0
 _HARMLESS_TIMEOUT_SECONDS = 15.0
-"""The time-out if no wait may run out: on a busy machine, compiling a kernel takes seconds."""
+"""The time-out in cases with harmless faults, which must not time out although compiling a kernel takes seconds on a
+busy machine.
+"""
 _WORK_SECONDS = 1.2
 _BRIEF = 0.3
-"""The pace of a brief case: ranks compute all the time that they work."""
+"""The factor of a brief case's delays."""
 _DAEMON_STARTS_SECONDS = 60.0
-"""For two daemons, the first and the one after a shrink: each may take half of it (`proxyccl.proxy.daemon.job`)."""
+"""The time allowed for the starts of two daemons, the first one and the one after a shrink; `proxyccl.proxy.daemon.job`
+allows half of this time for each.
+"""
 
 
 @dataclass(frozen=True)

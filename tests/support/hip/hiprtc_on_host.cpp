@@ -34,7 +34,7 @@ std::string descriptors(const std::string& preprocessed) {
   for (size_t at = 0; (at = preprocessed.find(word, at)) != std::string::npos;) {
     const size_t begin = preprocessed.find_last_of(";}", at) + 1;
     const bool is_template = preprocessed.substr(begin, at - begin).find("template") != std::string::npos;
-    std::string name = "__";  // an attribute's
+    std::string name = "__";  // the loop skips attributes, whose names begin with "__"
     while (name.compare(0, 2, "__") == 0) {
       at = preprocessed.find('(', at + 1);
       if (at == std::string::npos) return made;
