@@ -481,8 +481,9 @@ def launch_cost_section(result: Result) -> Section:
     return Section(f"Launch cost {place(result)}", summary, lines)
 
 
-def vllm_decoder_section(result: Result) -> Section:
-    """Returns the table of a decoder of vLLM's layers."""
+def decoder_section(result: Result) -> Section:
+    """Returns the table of a decoder of an inference engine's layers."""
+    name, key = {"vllm_decoder": ("vLLM", "vllm"), "sglang_decoder": ("SGLang", "sglang")}[result["benchmark"]]
     titles, steps = list(result["step_s"]), result["step_s"]
     batches = list(steps[titles[0]])
     facts = next(iter(result["contenders"].values()))
@@ -494,15 +495,15 @@ def vllm_decoder_section(result: Result) -> Section:
     )
     lines = [
         *origin(result),
-        "Time of a step in ms, in vLLM's CUDA graphs: the lowest of the medians of up to "
-        f"{max(len(found['1']) for found in result['samples_s'].values())} jobs. vLLM {facts['vllm']}, "
+        f"Time of a step in ms, in {name}'s CUDA graphs: the lowest of the medians of up to "
+        f"{max(len(found[batches[0]]) for found in result['samples_s'].values())} jobs. {name} {facts[key]}, "
         f"{facts['device']}. *norms apart*: norms are not fused with their all_reduce.",
         "",
         *table(["sequences", *titles], rows),
     ]
     compared = f"that of {others[0]} communication" if len(others) == 1 else "the fastest of the others'"
     summary = f"time of a step, divided by {compared}: {ratios}"
-    return Section(f"Decoder by vLLM {place(result)}", summary, lines)
+    return Section(f"Decoder by {name} {place(result)}", summary, lines)
 
 
 def triton_kernels_section(result: Result) -> Section:
@@ -1332,7 +1333,8 @@ SECTIONS: dict[str, Callable[[Result], Section]] = {
     "triton_kernels": triton_kernels_section,
     "execution_plans": execution_plans_section,
     "norms": norms_section,
-    "vllm_decoder": vllm_decoder_section,
+    "vllm_decoder": decoder_section,
+    "sglang_decoder": decoder_section,
     "put_signal": put_signal_section,
     "ring": ring_section,
     "daemon": daemon_section,

@@ -2,14 +2,15 @@
 
     python benchmarks/vllm_latency.py --json benchmarks/results/vllm_latency_2.json
 
-vLLM's `LLM` generates tokens with the decoder of `vllm_decoder.py`, whose weights are random (load_format="dummy"), at
-tensor parallelism 2 with vLLM's usual options: compiled, in CUDA graphs. The time of a token is the difference of two
-generations of different lengths, divided by the difference of lengths, so prefills cancel. The contenders are the same
-as in `vllm_decoder.py`, each in a new process; they get the same prompts, and the first tokens are shown.
+vLLM's `LLM` generates tokens with the decoder of `engine_decoder.py`, whose weights are random (load_format="dummy"),
+at tensor parallelism 2 with vLLM's usual options: compiled, in CUDA graphs. The time of a token is the difference of
+two generations of different lengths, divided by the difference of lengths, so prefills cancel. The contenders are those
+of `engine_decoder.py --engine vllm`, each in a new process; they get the same prompts, and the first tokens are shown.
 
-The program needs the packages that `vllm_decoder.py` names, and vLLM's attention kernels (`_vllm_fa3_C.abi3.so`, 14 MB
-by xz); for `--attention TRITON_ATTN` an empty file vllm_flash_attn/_vllm_fa2_C.py is enough. With a CPU build of vLLM,
-`--small` runs on CPUs.
+The program needs the packages that `engine_decoder.py` names, and vLLM's attention kernels (`_vllm_fa3_C.abi3.so`, 14
+MB by xz); for `--attention TRITON_ATTN` an empty file vllm_flash_attn/_vllm_fa2_C.py is enough. With a CPU build of
+vLLM, `--small` runs on CPUs. On a machine with fewer NUMA nodes than ranks, vLLM then also needs the environment
+variable VLLM_CPU_OMP_THREADS_BIND=nobind.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from typing import Any
 # This program is not an MPI rank, so mpi4py must not initialise MPI.
 os.environ["MPI4PY_RC_INITIALIZE"] = "false"
 
+from engine_decoder import SMALL, Contender, Model, config_of, contenders_of
 from program import RESULT, common_arguments, nvidia_driver, output_of
-from vllm_decoder import CONTENDERS, SMALL, Contender, Model, config_of, contenders_of
 
 from proxyccl.tools import options
 from proxyccl.tools.results import Fields, machine, versions, write_json
@@ -93,7 +94,7 @@ def run(contender: Contender, asked: Fields) -> Fields:
         SystemExit: the process failed, or did not end in time.
     """
     given = json.dumps({**asked, **contender.options})
-    environment = {**os.environ, "VLLM_PLUGINS": contender.plugins, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**contender.environment, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, "--generate", given]
     output = output_of(contender.title, command, environment, _JOB_SECONDS)
     lines = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
@@ -110,13 +111,13 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a small decoder")
     parser.add_argument("--attention", help="vLLM's name of an attention backend, such as TRITON_ATTN")
     parser.add_argument("--quantization", help="vLLM's name of a quantization, such as fp8")
-    parser.add_argument("--contenders", nargs="+", default=[each.title for each in CONTENDERS], help="titles, in order")
+    parser.add_argument("--contenders", nargs="+", help="titles, in order (default: all)")
     parser.add_argument("--generate", type=json.loads, metavar="OPTIONS", help="measure in this process")
     parsed = parser.parse_args()
     if parsed.generate is not None:
         generate(parsed.generate)
         return 0
-    chosen = contenders_of(parsed.contenders)
+    chosen = contenders_of("vllm", parsed.contenders)
     asked = {
         "model": vars(SMALL if parsed.small else Model()),
         "ranks": parsed.ranks,

@@ -18,7 +18,8 @@ def register() -> None:
 
     Raises:
         ArgumentError: the variable is neither 0 nor 1.
-        RuntimeError: another `deep_ep` is imported already.
+        RuntimeError: this version of SGLang lacks functions that the hooks need, or another `deep_ep` is imported
+            already. Nothing has been replaced then.
     """
     import proxyccl.torch  # noqa: F401  the import registers the backend
 
@@ -27,8 +28,13 @@ def register() -> None:
         raise ArgumentError(_VARIABLE, f"must be 0 or 1, not {value!r}")
     if value == "1":
         _name_deep_ep()
-        from proxyccl.sglang import hooks
-
+        try:
+            from proxyccl.sglang import hooks
+        except ImportError as error:
+            del sys.modules["deep_ep"]
+            raise RuntimeError(
+                f"{_VARIABLE}=1: expected the functions of SGLang 0.5.23, which the hooks replace, but {error}"
+            ) from error
         hooks.register()
 
 

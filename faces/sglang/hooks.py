@@ -5,6 +5,7 @@ if the hooks are switched on.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_exec
 
 _SRT = "sglang.srt"
+_logger = logging.getLogger(__name__)
 _library = torch.library.Library("proxyccl", "FRAGMENT")  # destroying `_library` unregisters operators
 _library.define(
     "sglang_all_reduce_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool use_attn_tp_group) "
@@ -78,6 +80,7 @@ def _init_coordinator(original: Callable[..., None], coordinator: Any, *args: An
         calls = GroupCalls(coordinator.device_group, coordinator.device)
         coordinator.pynccl_comm = calls if pynccl else None
         coordinator.ca_comm = calls.short if short else None
+        _logger.info("Using ProxyCCL for the group %r.", coordinator.unique_name)
 
 
 def _fusion_applies(batch_size: int) -> bool:

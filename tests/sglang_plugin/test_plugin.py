@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.devices import ON_HOST, RUNTIME, require_devices
+from support.paths import ROOT
 from support.running import run_alone
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -79,3 +80,15 @@ def test_sglangs_dispatchers_of_experts(tmp_path: Path) -> None:
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     for of_rank in outcomes("experts.py", 2, PYTHONPATH=path):
         assert {name: error for name, error in of_rank.items() if error} == {}
+
+
+def test_the_benchmarks_decoder_gets_the_same_logits_with_and_without_the_plug_in(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    options = ["--engine", "sglang", "--small", "--quick", "--batches", "3", "--contenders", "ProxyCCL", "SGLang's own"]
+    done = run_alone(
+        ROOT / "benchmarks/engine_decoder.py", *options, "--json", str(results), env=ENVIRONMENT, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(results.read_text())["contenders"]
+    assert found["ProxyCCL"]["joined norms"] == 4  # two in each of two layers; the embedding reduces by itself
+    assert found["SGLang's own"]["backend"] == ("gloo" if ON_HOST else "nccl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -29,6 +30,14 @@ def test_it_declines_other_devices(found: tuple[str, ...], monkeypatch: pytest.M
     assert proxyccl_vllm.detect() is None
 
 
+def test_a_failure_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM itself goes on silently with its own platform."""
+    monkeypatch.setitem(sys.modules, "proxyccl.torch", None)  # lets the import fail
+    with pytest.raises(ImportError):
+        proxyccl_vllm.detect()
+    assert "vLLM goes on without ProxyCCL" in caplog.text
+
+
 def test_batch_invariance_makes_reductions_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     monkeypatch.setenv("PROXYCCL_INVARIANT", "0")
@@ -43,6 +52,8 @@ def test_vllms_own_fusion_is_off_and_its_cache_knows_of_ours() -> None:
     assert config.additional_config == {"proxyccl_fused_norms": True}
     off = VllmConfig(additional_config={"proxyccl_fused_norms": False})
     assert off.compute_hash() != config.compute_hash()
+    with pytest.raises(ValueError, match="proxyccl_fused_norms is 'false'; expected true or false"):
+        VllmConfig(additional_config={"proxyccl_fused_norms": "false"})
 
 
 def test_groups_and_memory_of_nccl_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

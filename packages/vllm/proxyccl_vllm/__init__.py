@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 EXTENDED = ("cuda", "rocm", "cpu")
@@ -20,14 +21,18 @@ def chosen_platform() -> str | None:
 
 def detect() -> str | None:
     """Returns the name of the platform's class; None to decline. Registers the torch backend, which a process of vLLM
-    must know before it makes groups.
+    must know before it makes groups. Logs an error before raising it, because vLLM logs errors of this function only at
+    the level DEBUG, and then goes on without the plug-in.
     """
-    if chosen_platform() is None:
-        return None
-    from vllm import envs
+    try:
+        if chosen_platform() is None:
+            return None
+        from vllm import envs
 
-    import proxyccl.torch  # noqa: F401
-
+        import proxyccl.torch  # noqa: F401
+    except Exception:
+        logging.getLogger("vllm.proxyccl").exception("proxyccl-vllm failed; vLLM goes on without ProxyCCL")
+        raise
     if envs.VLLM_BATCH_INVARIANT:
         os.environ.setdefault("PROXYCCL_INVARIANT", "1")
     return "proxyccl_vllm.platform.ProxyCCLPlatform"

@@ -46,7 +46,8 @@ class ProxyCCLPlatform(_base()):  # type: ignore[misc]
         """Switches off the parts of vLLM that ProxyCCL replaces.
 
         Raises:
-            ValueError: an option asks for groups, communicators or memory of NCCL, or for sleep of groups on AMD GPUs.
+            ValueError: an option asks for groups, communicators or memory of NCCL, or for sleep of groups on AMD GPUs,
+                or the option that switches the pass off is neither true nor false.
         """
         super().check_and_update_config(vllm_config)
         parallel = vllm_config.parallel_config
@@ -63,4 +64,6 @@ class ProxyCCLPlatform(_base()):  # type: ignore[misc]
             raise ValueError("enable_nccl_comm_suspend: the driver can't suspend memory of AMD GPUs; expected False")
         vllm_config.compilation_config.pass_config.fuse_allreduce_rms = False  # FlashInfer's, or AITER's
         if isinstance(vllm_config.additional_config, dict):
-            vllm_config.additional_config.setdefault(FUSED_NORMS, True)
+            fused = vllm_config.additional_config.setdefault(FUSED_NORMS, True)
+            if fused not in (True, False):
+                raise ValueError(f"additional_config: {FUSED_NORMS} is {fused!r}; expected true or false")

@@ -162,6 +162,15 @@ def communicators_beside_a_group() -> None:
         PyNcclCommunicator(group.cpu_group, group.device, cta_policy=2)
 
 
+def new_groups_are_logged() -> None:
+    from unittest import TestCase
+
+    with TestCase().assertLogs("proxyccl.sglang", "INFO") as logged:
+        made = state.init_model_parallel_group([list(range(RANKS))], RANK, "proxyccl", group_name="more")
+    assert "Using ProxyCCL for the group 'more" in logged.output[0]
+    made.destroy()
+
+
 def symmetric_memory_is_refused() -> None:
     from proxyccl.sglang import hooks
 
@@ -378,6 +387,7 @@ CASES = {
         scatters,
         exchanges,
         communicators_beside_a_group,
+        new_groups_are_logged,
         symmetric_memory_is_refused,
         norms,
         norms_in_compiled_code,

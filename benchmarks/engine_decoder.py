@@ -1,26 +1,31 @@
-"""Times a decoder built of vLLM's groups, layers, passes and graph capture, with ProxyCCL and with vLLM's own
-communicators.
+"""Times a decoder built of an inference engine's groups, layers and graph capture, with ProxyCCL and with the engine's
+own communicators.
 
-    python benchmarks/vllm_decoder.py --json benchmarks/results/vllm_decoder_2.json
+    python benchmarks/engine_decoder.py --engine vllm --json benchmarks/results/vllm_decoder_2.json
+    python benchmarks/engine_decoder.py --engine sglang --json benchmarks/results/sglang_decoder_2.json
 
 A Llama of 8 layers with random weights decodes one token for each sequence: embedding, layers with norms, matrix
 products and attention over a context that does not grow, the head, and the choice of the next token. The ranks are one
-tensor-parallel group. torch compiles the step with the pass manager of vLLM's platform, and on GPUs the step is
-captured by vLLM's `graph_capture` and replayed; on CPUs it is called. The contenders alternate, each in new processes:
-ProxyCCL; ProxyCCL without its pass; vLLM without the plug-in, which uses NCCL and vLLM's own all_reduce (gloo on CPUs);
-vLLM with torch's symmetric memory instead of its own all_reduce; and vLLM with its pass that joins norms by FlashInfer.
+tensor-parallel group. With vLLM, torch compiles the step with the pass manager of vLLM's platform; with SGLang, the
+step is not compiled, as in SGLang's default. On GPUs the step is captured by the engine's `graph_capture` and replayed;
+on CPUs it is called. The contenders alternate, each in new processes: ProxyCCL; ProxyCCL without fused norms; the
+engine without the plug-in, which uses NCCL and the engine's own all_reduce (gloo on CPUs); the engine without its own
+all_reduce, which uses torch's symmetric memory (vLLM) or NCCL (SGLang); and the engine with norms fused by FlashInfer.
 A contender whose packages or devices are missing is skipped, and named. All contenders start with the same weights, and
 their logits are compared.
 
-The program needs vLLM, `proxyccl[torch]` and `packages/vllm` in Python's environment. For a machine without network
-access, copy these files for vLLM 0.26.0 (torch 2.11, CUDA 13, Python 3.12) into a folder that PYTHONPATH names:
+For vLLM the program needs `proxyccl[torch]` and `packages/vllm` in vLLM's Python environment. For a machine without
+network access, copy these files for vLLM 0.26.0 (torch 2.11, CUDA 13, Python 3.12) into a folder that PYTHONPATH names:
 
 - the .py files and the dist-info folder of vLLM's wheel (8 MB zipped), because vLLM asks for its own version;
 - `_C_stable_libtorch.abi3.so` of that wheel (56 MB compressed by xz): vLLM's platform for CUDA imports this file;
 - the wheels, except torch's, that requirements-vllm.lock lists for that Python (30 MB), and proxyccl's wheel;
 - packages/vllm/proxyccl_vllm and its dist-info, which has the entry point: pip install --target FOLDER packages/vllm.
 
-Kernels for attention or experts are not needed.
+For SGLang the program needs `proxyccl[torch]` in SGLang's Python environment. On a machine without network access, the
+`kernels` and `srt` folders of SGLang's wheel with its other small files and its dist-info folder (12 MB zipped) and the
+wheels that requirements-sglang.lock lists (16 MB) are enough. SGLang then compiles its all_reduce, norm and activation
+with nvcc when they are first called. FlashInfer and the package sgl_kernel are not needed.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ from proxyccl.tools import options
 from proxyccl.tools.results import Fields, machine, versions, write_json
 from proxyccl.tools.tables import Column, Table
 
-_RANK = Path(__file__).with_name("vllm_decoder_rank.py")
+_RANK = Path(__file__).with_name("engine_decoder_rank.py")
 _JOB_SECONDS = 400.0
 _MOST_DIFFERENCE = 0.1
 """The greatest difference of logits between contenders, as a part of the greatest logit: roundings of bfloat16."""
@@ -97,39 +102,54 @@ class Contender:
 
     Attributes:
         title: its name in tables.
-        plugins: the plug-ins that vLLM loads.
-        fused: whether a pass joins norms with their all_reduce: the plug-in's, or without the plug-in vLLM's.
-        custom: whether vLLM may use its own all_reduce.
+        plug_in: whether the engine uses ProxyCCL.
+        fused: whether norms are fused with their all_reduce: by ProxyCCL, or without the plug-in by FlashInfer.
+        custom: whether the engine may use its own all_reduce.
         needs: a package without which the contender is skipped; if there is one, the contender also needs GPUs.
     """
 
     title: str
-    plugins: str
+    plug_in: bool = False
     fused: bool = False
     custom: bool = True
     needs: str = ""
 
     @property
     def options(self) -> Fields:
-        return {"fused": self.fused, "custom": self.custom, "plug_in": bool(self.plugins)}
+        return {"fused": self.fused, "custom": self.custom, "plug_in": self.plug_in}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables, which switch the plug-ins of both engines on or off."""
+        plugins = "proxyccl_platform" if self.plug_in else ""
+        return {**os.environ, "VLLM_PLUGINS": plugins, "PROXYCCL_SGLANG": str(int(self.plug_in))}
 
 
-CONTENDERS = (
-    Contender("ProxyCCL", "proxyccl_platform", fused=True),
-    Contender("ProxyCCL, norms apart", "proxyccl_platform"),
-    Contender("vLLM's own", ""),
-    Contender("symmetric memory", "", custom=False, needs="torch"),
-    Contender("FlashInfer", "", fused=True, needs="flashinfer"),
-)
+_OURS = (Contender("ProxyCCL", plug_in=True, fused=True), Contender("ProxyCCL, norms apart", plug_in=True))
+_FLASHINFER = Contender("FlashInfer", fused=True, needs="flashinfer")
+CONTENDERS = {
+    "vllm": (
+        *_OURS,
+        Contender("vLLM's own"),
+        Contender("symmetric memory", custom=False, needs="torch"),
+        _FLASHINFER,
+    ),
+    "sglang": (*_OURS, Contender("SGLang's own"), Contender("NCCL", custom=False, needs="torch"), _FLASHINFER),
+}
+"""The contenders of each engine, in the order in which they run."""
 
 
-def contenders_of(titles: list[str]) -> list[Contender]:
-    """Returns the contenders with the given titles that can run here, and prints the names of the other ones.
+def contenders_of(engine: str, titles: list[str] | None) -> list[Contender]:
+    """Returns an engine's contenders with the given titles (None: all) that can run here, and prints the names of the
+    other ones.
 
     Raises:
-        SystemExit: a title is unknown, or no contender can run.
+        SystemExit: the engine is not installed, a title is unknown, or no contender can run.
     """
-    known = {each.title: each for each in CONTENDERS}
+    if find_spec(engine) is None:
+        raise SystemExit(f"--engine: the package {engine} is not installed in this Python environment")
+    known = {each.title: each for each in CONTENDERS[engine]}
+    titles = [*known] if titles is None else titles
     unknown = [title for title in titles if title not in known]
     if unknown:
         raise SystemExit(f"--contenders: {unknown[0]!r} is unknown; expected titles of {[*known]}")
@@ -146,20 +166,24 @@ def contenders_of(titles: list[str]) -> list[Contender]:
     return chosen
 
 
-def run(contender: Contender, ranks: int, model: Model, batches: list[int], repeats: int) -> list[Fields]:
+def run(engine: str, contender: Contender, ranks: int, model: Model, batches: list[int], repeats: int) -> list[Fields]:
     """Runs a job. Returns each rank's results: `seconds` and `logits` by batch, and facts.
 
     Raises:
-        SystemExit: the job failed, or did not end in time.
+        SystemExit: the job failed, did not end in time, or did not use the contender's communicators.
     """
     with tempfile.TemporaryDirectory() as folder:
-        asked = {"model": asdict(model), "batches": batches, "repeats": repeats, **contender.options}
+        asked = {"engine": engine, "model": asdict(model), "batches": batches, "repeats": repeats, **contender.options}
         Path(folder, "config.json").write_text(json.dumps(config_of(model)))
-        environment = {**os.environ, "VLLM_PLUGINS": contender.plugins, "VLLM_NO_USAGE_STATS": "1"}
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = [*launcher, os.fspath(_RANK), json.dumps(asked), folder]
+        environment = {**contender.environment, "VLLM_NO_USAGE_STATS": "1"}
         output_of(contender.title, command, environment, _JOB_SECONDS)
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+    backend = found[0]["facts"]["backend"]
+    if (backend == "proxyccl") != contender.plug_in:
+        raise SystemExit(f"{contender.title}: the groups' backend is {backend}; is the plug-in installed?")
+    return found
 
 
 def require_alike(ours: Fields, theirs: Fields, title: str) -> None:
@@ -173,16 +197,17 @@ def require_alike(ours: Fields, theirs: Fields, title: str) -> None:
 
 def main() -> int:
     parser = common_arguments(__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=[*CONTENDERS], required=True, help="the inference engine")
     parser.add_argument("-n", "--ranks", type=options.count, default=2, help="number of ranks (default %(default)s)")
     parser.add_argument("--batches", type=options.count, nargs="+", default=[1, 8, 64, 256], help="sequences")
     parser.add_argument("--small", action="store_true", help="a small decoder, for CPUs")
-    parser.add_argument("--contenders", nargs="+", default=[each.title for each in CONTENDERS], help="titles, in order")
+    parser.add_argument("--contenders", nargs="+", help="titles, in order (default: all)")
     parsed = parser.parse_args()
-    chosen = contenders_of(parsed.contenders)
+    chosen = contenders_of(parsed.engine, parsed.contenders)
     model = SMALL if parsed.small else Model()
     facts = {"model": asdict(model), "world_size": parsed.ranks, "nvidia_driver": nvidia_driver()}
     facts |= {"runtime": os.environ.get("PROXYCCL_RUNTIME") or find_runtime()}
-    print(f"# ProxyCCL {versions().get('proxyccl', '')}: a step of a decoder by vLLM, {parsed.ranks} ranks")
+    print(f"# ProxyCCL {versions().get('proxyccl', '')}: a step of a decoder by {parsed.engine}, {parsed.ranks} ranks")
     print(f"# {machine()['cpu']}, {machine()['cores']} cores, load {machine()['load']}", flush=True)
     table = Table((Column("batch", "", 6), *(Column(each.title, "(ms)", 24, ".3f") for each in chosen)))
     seconds: dict[str, dict[str, list[float]]] = {each.title: {} for each in chosen}
@@ -190,7 +215,7 @@ def main() -> int:
     end = time.monotonic() + parsed.seconds
     while not first or (not parsed.quick and time.monotonic() < end):
         for contender in chosen:
-            of_ranks = run(contender, parsed.ranks, model, parsed.batches, 5 if parsed.quick else 20)
+            of_ranks = run(parsed.engine, contender, parsed.ranks, model, parsed.batches, 5 if parsed.quick else 20)
             first.setdefault(contender.title, of_ranks[0])
             require_alike(of_ranks[0], first[chosen[0].title], contender.title)
             for batch in of_ranks[0]["seconds"]:
@@ -204,8 +229,8 @@ def main() -> int:
         table.row(batch, *(1e3 * best[each.title][batch] for each in chosen))
     if parsed.json is not None:
         described = {title: found["facts"] for title, found in first.items()}
-        results = {"benchmark": "vllm_decoder", **facts, "contenders": described, "step_s": best, "samples_s": seconds}
-        write_json(parsed.json, results)
+        results = {"contenders": described, "step_s": best, "samples_s": seconds}
+        write_json(parsed.json, {"benchmark": f"{parsed.engine}_decoder", **facts, **results})
     return 0
 
 
