@@ -47,7 +47,7 @@ def streams(device: torch.device) -> None:
         several = [torch.zeros(COUNT, device=device) for _ in range(2)]
         torch.cuda._sleep(100_000_000)
         for each in several:
-            each += 1
+            each.add_(1)
         joint = dist.all_reduce_coalesced(several, async_op=True)
         with torch.cuda.stream(side):
             joint.wait()
