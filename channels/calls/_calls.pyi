@@ -107,8 +107,8 @@ class Calls:
         Raises the errors that `prepare`, `refuse` and `turn` raise.
         """
     def call_kept(self, x: object, out: object, options: tuple[object, ...], stream: int, /) -> bool:
-        """Makes a call if its form is kept; otherwise does nothing and returns False. The caller keeps the arrays until
-        the stream has passed the call.
+        """Makes a call if its form is kept; otherwise only orders the stream after earlier calls, and returns False.
+        The caller keeps the arrays until the stream has passed the call.
         """
     def clear(self) -> None:
         """Drops all forms; forms that are being prepared will not be kept."""

@@ -374,7 +374,7 @@ static PyObject* want(PyObject* object, PyObject* arguments) {
   PyObject* before = self->lend;
   self->lend = Py_NewRef(lend);
   Py_XDECREF(before);
-  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* overwrites the old entries from the first on */
+  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* calls that use the arrays again note them again */
   self->wanted[self->wanted_count++] = (Note){(uintptr_t)at, (size_t)bytes};
   Py_RETURN_NONE;
 }

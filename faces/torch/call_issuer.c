@@ -148,11 +148,12 @@ static PyObject* issue_named(CallIssuer* self, PyObject* x, PyObject* out, PyObj
   Py_DECREF(current);
   if (done < 0) return NULL;
   if (done == 0) Py_RETURN_NOTIMPLEMENTED;
-  if (!PyList_Check(x) || done == PyList_Size(x)) return record(self, named, x, out, handle, waits);
+  if (!PyList_Check(x)) return record(self, named, x, out, handle, waits);
   PyObject* first_x = PyList_GetSlice(x, 0, done);
   PyObject* first_out = out == x ? Py_XNewRef(first_x) : PyList_GetSlice(out, 0, done);
   PyObject* work = first_x == NULL || first_out == NULL ? NULL : record(self, named, first_x, first_out, handle, waits);
-  PyObject* result = work == NULL ? NULL : Py_BuildValue("nO", done, work);
+  PyObject* result = NULL;
+  if (work != NULL) result = done == PyList_Size(x) ? Py_NewRef(work) : Py_BuildValue("nO", done, work);
   Py_XDECREF(first_x);
   Py_XDECREF(first_out);
   Py_XDECREF(work);

@@ -192,8 +192,8 @@ class Collectives:
         _require_dtype(output, x)
         for tensor, splits in ((output, output_splits), (x, input_splits)):
             self._require_splits(tensor, splits)
-        function: Any = on_tensors.all_to_all if even else on_tensors.all_to_all_v
-        arguments = (output, x) if even else (output, x, options)
+        function: Any = on_tensors.all_to_all if even else on_tensors.exchange
+        arguments = (output, x) if even else (x, output, options)
         return self.calls.collective("all_to_all_single", [output], [x], opts, function, *arguments)
 
     alltoall_base = all_to_all_single

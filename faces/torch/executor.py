@@ -84,8 +84,8 @@ class Executor:
                 self._changed.wait_for(lambda: self._runner is None if self._tasks else self._ended)
                 if not self._tasks:
                     return
+                self._runner = threading.get_ident()  # comes first, because `is_idle` takes no lock
                 task = self._tasks.popleft()
-                self._runner = threading.get_ident()
             try:
                 task()
             finally:

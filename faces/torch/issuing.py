@@ -329,7 +329,7 @@ class IssuedCalls:
         def run() -> None:
             failure: BaseException | None = None
             try:
-                with torch.no_grad(), self._endpoints.bounded(CPU, call.peer, call.seconds):
+                with torch.inference_mode(), self._endpoints.bounded(CPU, call.peer, call.seconds):
                     call.make()
             except BaseException as error:  # the Work's `wait` raises the error
                 failure = error
@@ -404,7 +404,7 @@ class IssuedCalls:
         def run() -> None:
             failure: BaseException | None = None
             try:
-                with torch.no_grad(), torch.cuda.stream(stream):
+                with torch.inference_mode(), torch.cuda.stream(stream):
                     ready.hold(handle)
                     call.make()
                     if not is_captured:

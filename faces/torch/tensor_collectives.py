@@ -339,13 +339,6 @@ def all_gather_lists(comm: Communicator, outputs: Tensors, x: torch.Tensor, opti
     exchange(comm, x, tuple(outputs), options)
 
 
-def all_to_all_v(comm: Communicator, output: torch.Tensor, x: torch.Tensor, options: Transfers) -> None:
-    """Sends `options[1][i]` rows of `x` to rank i, and receives `options[2][i]` rows from rank i."""
-    target = output if output.is_contiguous() else output.contiguous()
-    exchange(comm, x.contiguous(), target, options)
-    put_back(output, target)
-
-
 def barrier(comm: Communicator, device: torch.device) -> None:
     """Waits until all ranks have called this function; for a GPU, makes the current stream wait."""
     comm.barrier(stream=None if device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device.index))

@@ -29,7 +29,7 @@ _SOON_SECONDS = 2e-4
 _futures = threading.Lock()
 """Held while a future is made for a call on a GPU. Programs rarely ask for futures, so all calls share one lock."""
 forks.hold_while_forking(_futures)
-_MOST_UNWAITED = 64
+_MOST_UNWAITED, _MOST_ASKED_FOR = 64, 64  # a number of Works, and of elements of a result
 _PLAIN_TENSOR = frozenset((torch.Tensor,))
 _extract_by_pickling: Any = getattr(torch._jit_internal, "_extract_tensors", None)
 
@@ -77,18 +77,21 @@ class Unwaited:
             works.popitem(last=False)
 
     def drop(self, work: _KeptWork) -> None:
-        """Drops a Work whose caller waits for the Work's future. DDP asks for the future of each call. A Work that is
+        """Drops a Work now. DDP asks for the future of each call, and does not use the Work afterwards. A Work that is
         freed now costs less of the CPU's time than one that is freed many calls later, when the CPU's caches no longer
         hold it.
         """
         self._works.pop(id(work), None)
 
     def forget(self, work: _KeptWork) -> None:
-        """Marks a Work, so that the next `add` drops it. The C++ code that has waited for the Work may still ask for
-        the result, so `forget` itself can't drop the Work.
+        """Drops a Work for which the program waits. If the result is small, only the next `add` drops the Work, because
+        C++ code that has waited, such as DDP's `join`, may then ask for a small result.
         """
         if id(work) in self._works:
-            self._waited_for.append(work)
+            if sum(tensor.numel() for tensor in work.result()) <= _MOST_ASKED_FOR:
+                self._waited_for.append(work)
+            else:
+                self.drop(work)
 
 
 @untraced
@@ -113,6 +116,10 @@ class _KeptWork(dist.Work):
 
     def _make_future(self) -> Any:
         raise NotImplementedError
+
+    def _gpus(self) -> set[torch.device]:
+        """Returns the GPUs on which the calls run."""
+        return set()
 
     def _forget(self) -> None:
         if self._unwaited is not None:
@@ -278,27 +285,38 @@ class DeviceWork(_KeptWork):
 
     _source_rank = source_rank
 
+    def _gpus(self) -> set[torch.device]:
+        return {self._call.gpu.owner.device}
+
     def _make_future(self) -> Any:
         """Returns a future of the call's result. During its callbacks, the current stream waits for the call."""
         call = self._call
         with _futures:
             if call.future is not None:
                 return call.future
-            future = call.future = torch.futures.Future(devices=[call.gpu.owner.device])
-            issued = self._is_issued()
+            completed = torch.futures.Future(devices=[call.gpu.owner.device])
+            issued = self._note(completed)
+            if issued and call.error is None:
+                call.future = completed
+            else:  # the call may fail, and torch's C++ sees a future's error only if `then` has raised it
+                call.future = completed.then(self._future_value)
         if issued:
-            self._complete(future)
-        return future
+            self._complete(completed)
+        return call.future
 
-    def _is_issued(self) -> bool:
+    def _note(self, _: Any) -> bool:
+        """Returns whether the call is issued. Otherwise keeps the future, which will be completed later."""
         return True
 
-    def _complete(self, future: Any) -> None:
+    def _complete(self, completed: Any) -> None:
         call = self._call
-        if call.error is not None:
-            future.set_exception(as_torch_error(call.error))
-            return
-        call.gpu.owner.call_on(call.stream, future.set_result, self.result())
+        call.gpu.owner.call_on(call.stream, completed.set_result, self.result() if call.error is None else [])
+
+    def _future_value(self, completed: Any) -> list[torch.Tensor]:
+        if self._call.error is not None:
+            raise RuntimeError(str(as_torch_error(self._call.error)))
+        result: list[torch.Tensor] = completed.value()
+        return result
 
 
 @untraced
@@ -307,9 +325,10 @@ class TransferWork(DeviceWork):
     calls are transfers. Once `issued` was called, the call is queued on a stream of a GPU.
     """
 
-    __slots__ = ("_callbacks", "_issued", "_process", "marks")
+    __slots__ = ("_callbacks", "_completed", "_issued", "_process", "marks")
     marks: list[StreamMark]  # a list that is empty until the call is queued, and then holds the mark of the call's end
     _callbacks: Executor
+    _completed: Any  # the future that `issued` completes; None if nobody has asked for a future
     _issued: threading.Event
     _process: forks.Process
 
@@ -319,6 +338,7 @@ class TransferWork(DeviceWork):
         work = cls.of(call)
         work.marks = []
         work._callbacks = callbacks
+        work._completed = None
         work._process = forks.here()
         work._issued = threading.Event()
         return work
@@ -334,9 +354,9 @@ class TransferWork(DeviceWork):
             if error is not None:
                 call.error = error
             self._issued.set()
-            future = call.future
-        if future is not None:
-            self._callbacks.submit(functools.partial(self._complete, future))
+            completed = self._completed
+        if completed is not None:
+            self._callbacks.submit(functools.partial(self._complete, completed))
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Blocks the host until the call is issued; if the communicator does not exist yet, this may take up to the
@@ -361,7 +381,9 @@ class TransferWork(DeviceWork):
             self._callbacks.start()  # starts the thread now, so that a failed start raises an error here
         return super()._make_future()
 
-    def _is_issued(self) -> bool:
+    def _note(self, completed: Any) -> bool:
+        if not self._issued.is_set():
+            self._completed = completed
         return self._issued.is_set()
 
 
@@ -396,8 +418,14 @@ class JointWork(_KeptWork):
     def result(self) -> list[torch.Tensor]:
         return [tensor for work in self._works for tensor in work.result()]
 
-    def _make_future(self) -> Any:
-        return torch.futures.collect_all([work.get_future() for work in self._works]).then(self._future_value)
+    def _gpus(self) -> set[torch.device]:
+        return set().union(*(work._gpus() for work in self._works))
 
-    def _future_value(self, ended: Any) -> list[torch.Tensor]:
-        return [tensor for future in ended.value() for tensor in future.value()]
+    def _make_future(self) -> Any:
+        """Returns a future of all results. During its callbacks, the current streams wait for the calls."""
+        futures = [work.get_future() for work in self._works]
+        ended = torch.futures.Future(devices=sorted(self._gpus(), key=str))
+        joint = ended.then(lambda _: [tensor for future in futures for tensor in future.wait()])
+        # The future of `collect_all` has no devices, so no stream waits in its callbacks.
+        torch.futures.collect_all(futures).add_done_callback(lambda _: ended.set_result(None))
+        return joint

@@ -391,19 +391,49 @@ def test_a_work_is_not_kept_once_the_program_has_its_future() -> None:
     on_gpus(body)
 
 
+def test_a_work_with_a_large_result_is_not_kept_once_the_program_has_waited() -> None:
+    def body(group: Any) -> None:
+        x = torch_on_hip.on_gpu(torch.ones(4096), group.rank())
+        for _ in range(4):
+            work = all_reduce(group, x, waits=False)
+            work.wait()
+            found = weakref.ref(work)
+            del work
+            assert found() is None
+        torch_on_hip.on_cpu(x)
+
+    on_gpus(body)
+
+
+def test_a_work_of_several_calls_keeps_the_tensors_and_not_the_list_of_the_program() -> None:
+    def body(group: Any) -> None:
+        tensors = [torch_on_hip.on_gpu(torch.ones(size), group.rank()) for size in (8, 12)]
+        for _ in range(2):
+            given = list(tensors)
+            work = group.allreduce_coalesced(given, options("AllreduceCoalesced", waits=False))
+            given.clear()
+            assert [tensor.numel() for tensor in work.result()] == [8, 12]
+            assert [tensor.numel() for tensor in work.get_future().wait()] == [8, 12]
+        torch_on_hip.on_cpu(tensors[0])
+
+    on_gpus(body)
+
+
 def test_the_future_of_a_call_that_was_never_queued_has_the_error() -> None:
     def on_rank(group: Any) -> None:
         if group.rank() == 1:
             return  # the group can't be connected
         torch.cuda.current_stream(torch.device("cuda", 0))
         work = all_reduce(group, torch_on_hip.on_gpu(torch.ones(8), 0), waits=False)
-        for future in (work.get_future(), work.get_future()):
+        # torch's C++ alone completes the future of collect_all, so this future shows which errors C++ sees.
+        for future in (work.get_future(), torch.futures.collect_all([work.get_future()])):
             with pytest.raises(RuntimeError, match="did not come in time"):
                 future.wait()
         with pytest.raises(RuntimeError):
             work.wait()
-        with pytest.raises(RuntimeError):
-            work.get_future().wait()
+        for future in (work.get_future(), torch.futures.collect_all([work.get_future()])):
+            with pytest.raises(RuntimeError):
+                future.wait()
 
     run(on_rank, RANKS, timedelta(seconds=2))
 

@@ -192,6 +192,16 @@ def test_what_can_not_be_reduced_is_refused(tensor: Any, op: Any, error: type[Ex
     run(body)
 
 
+def test_an_asynchronous_call_may_change_an_inference_tensor() -> None:
+    def body(group: Any) -> None:
+        with torch.inference_mode():
+            x = torch.tensor([group.rank() == 1, False])  # a bool is reduced in a copy
+            group.allreduce([x], options("Allreduce")).wait()
+            assert x.tolist() == [True, False]
+
+    run(body)
+
+
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 def test_every_type_is_moved(dtype: Any) -> None:
     def body(group: Any) -> None:

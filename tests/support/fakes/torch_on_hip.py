@@ -159,6 +159,9 @@ class _Future(torch.futures.Future):
     def __init__(self, *, devices: Any = None) -> None:
         super().__init__()
 
+    def __class_getitem__(cls, _: Any) -> type[_Future]:
+        return cls
+
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes torch use these fake GPUs until the test ends, with proxies as threads. Skips the test if `make

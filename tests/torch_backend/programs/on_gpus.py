@@ -42,6 +42,18 @@ def streams(device: torch.device) -> None:
     y = torch.ones(COUNT, device=device)
     future = dist.all_reduce(y, async_op=True).get_future().then(lambda f: f.value()[0] * 2)
     assert (future.wait() == 4).all()
+    side = torch.cuda.Stream(device)
+    for _ in range(2):  # the first call is made by Python, the second by C
+        several = [torch.zeros(COUNT, device=device) for _ in range(2)]
+        torch.cuda._sleep(100_000_000)
+        for each in several:
+            each.add_(1)
+        joint = dist.all_reduce_coalesced(several, async_op=True)
+        with torch.cuda.stream(side):
+            joint.wait()
+            total = several[0] + several[1]
+        side.synchronize()
+        assert (total == 4).all()
     own = on_gpu.take_stream(device)
     assert own.priority < torch.cuda.Stream().priority, "lower numbers come first"
     on_gpu.give_back_stream(device, own)
