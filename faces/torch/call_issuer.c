@@ -119,7 +119,7 @@ static PyObject* record(CallIssuer* self, PyObject* named, PyObject* x, PyObject
   PyObject* const name = PyTuple_GetItem(named, 0);
   PyObject* number = name == NULL ? NULL : PyIter_Next(self->numbers);
   if (number == NULL) return NULL;
-  const int captured = proxyccl_stream_captures(self->gpu->order, stream);
+  const int captured = proxyccl_stream_capture(self->gpu->order, stream) != 0;
   PyObject* work;
   if (!waits || self->blocks)
     work = work_of(self, number, name, x, out, stream, captured);

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +19,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from proxyccl import ArgumentError, Communicator  # noqa: E402
+from proxyccl.device.gpu.hip_bindings import library  # noqa: E402
 from proxyccl.device.gpu.stream_order import StreamOrder  # noqa: E402
 from proxyccl.torch._device_calls import ADDED_BETWEEN  # noqa: E402
 from support.fakes import torch_on_hip  # noqa: E402
@@ -245,6 +247,49 @@ def test_calls_of_transfers_on_two_streams_follow_each_other() -> None:
             work.wait()
             for pair in pairs:
                 assert [(torch_on_hip.on_cpu(out) == 10.0 * turn + i).all() for i, out in enumerate(pair)] == [True] * 2
+
+    on_gpus(body)
+
+
+@pytest.mark.parametrize(("captures", "ordered"), [((1, 2), False), ((1, 1), True), ((0, 1, 0), True)])
+def test_exchanges_wait_for_each_other_only_within_a_capture_or_outside_captures(
+    captures: tuple[int, ...], ordered: bool
+) -> None:
+    """Each exchange is on a stream of its own, in the capture of this number or, for 0, in none. A wait for an event of
+    another capture would invalidate the capture.
+    """
+
+    def body(group: Any) -> None:
+        rank = group.rank()
+        runtime = communicator(group).runtime
+        x, y = (torch_on_hip.on_gpu(torch.full((4,), float(rank)), rank) for _ in range(2))
+        splits = [1, 3] if rank == 0 else [3, 1]
+
+        def exchange() -> None:
+            group.alltoall_base(y, x, splits, splits, options("AllToAll"))
+
+        exchange()
+        torch_on_hip.on_cpu(x)
+        streams = [runtime.create_stream() for _ in captures]
+        word = runtime.allocate_pinned(8)
+        wait_value(runtime, word.ptr, 1, streams[0])
+        for stream, capture in zip(streams, captures, strict=True):
+            library().hipOnHostCapture(ctypes.c_void_p(stream.handle), capture)
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle, x.device)):
+                exchange()
+            library().hipOnHostCapture(ctypes.c_void_p(stream.handle), 0)
+        last = runtime.create_event()
+        last.record(streams[-1])
+        try:
+            if ordered:
+                time.sleep(0.2)
+                assert not last.query()
+            else:
+                wait_for(last.query, "the exchange of the second capture")
+        finally:
+            ctypes.c_uint64.from_address(word.ptr).value = 1
+        for stream in streams:
+            stream.synchronize()
 
     on_gpus(body)
 
