@@ -90,7 +90,7 @@ static int log_call(CallIssuer* self, PyObject* number, PyObject* name, PyObject
 static PyObject* work_of(CallIssuer* self, PyObject* number, PyObject* name, PyObject* x, PyObject* out,
                          uintptr_t stream, int captured) {
   const int blocks = self->blocks && !captured;
-  PyObject* call = proxyccl_queued_call(self->gpu, x, out, stream, !captured, blocks, self->source);
+  PyObject* call = proxyccl_queued_call(self->gpu, x, out, stream, captured, blocks, self->source);
   if (call == NULL) return NULL;
   PyObject* mark = proxyccl_mark_end(call);
   PyObject* work = mark == NULL && PyErr_Occurred() != NULL ? NULL : PyObject_CallNoArgs(self->work);

@@ -453,7 +453,7 @@ def test_the_future_of_a_call_that_was_never_queued_has_the_error() -> None:
     run(on_rank, RANKS, timedelta(seconds=2))
 
 
-def test_memory_is_recorded_on_the_groups_stream_only_if_nobody_has_waited_and_the_call_has_not_ended() -> None:
+def test_memory_is_recorded_on_the_groups_stream_unless_somebody_has_waited_or_an_uncaptured_call_has_ended() -> None:
     def body(group: Any) -> None:
         recorded: list[Any] = []
 
@@ -474,19 +474,22 @@ def test_memory_is_recorded_on_the_groups_stream_only_if_nobody_has_waited_and_t
 
         x = torch.ones(8).as_subclass(Noted)
         runtime = communicator(group).runtime
-        word = runtime.allocate_pinned(8)
+        word, own = runtime.allocate_pinned(8), group.calls.gpus.of(x.device).own
         for turn in range(3):
             works = [all_reduce(group, x, waits=False)]
             works[0].wait()
             free(works)
-            works = [all_reduce(group, x, waits=False)]
-            wait_for(works[0].is_completed, "the end of the call")
-            free(works)
-            assert len(recorded) == turn
+            for capture in (0, 1):
+                assert len(recorded) == 2 * turn
+                library().hipOnHostCapture(ctypes.c_void_p(own), capture)
+                works = [all_reduce(group, x, waits=False)]
+                library().hipOnHostCapture(ctypes.c_void_p(own), 0)
+                wait_for(works[0].is_completed, "the end of the call")
+                free(works)
             wait_value(runtime, word.ptr, turn + 1, torch.cuda.current_stream(x.device).cuda_stream)
             free([all_reduce(group, x, waits=False)])
             ctypes.c_uint32.from_address(word.ptr).value = turn + 1
-            assert recorded == [group.calls.gpus.of(x.device).own] * (turn + 1)
+            assert recorded == [own] * (2 * turn + 2)
             torch.cuda.current_stream(x.device).synchronize()
 
     on_gpus(body)
