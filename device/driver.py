@@ -341,7 +341,6 @@ class Driver(ABC):
             launch=self.address("LaunchKernel"),
             current=self.address("CtxGetCurrent"),
             make_current=self.address("CtxSetCurrent"),
-            is_capturing=self.address("StreamIsCapturing"),
             exchange_capture_mode=self.address("ThreadExchangeStreamCaptureMode"),
             relaxed=CAPTURE_MODE_RELAXED,
             free=self.address("MemFree"),

@@ -41,8 +41,8 @@ typedef struct ProxycclStreamOperations {
   int (*copy)(uint64_t dst, uint64_t src, size_t bytes, void* stream);
   /* cuMemsetD8Async, hipMemsetD8Async, proxyccl_host_set */
   int (*set)(uint64_t dst, int value, size_t bytes, void* stream);
-  /* cuStreamIsCapturing, hipStreamIsCapturing; NULL if there are no graphs */
-  int (*is_capturing)(void* stream, int* status);
+  /* cuStreamGetCaptureInfo_v2, hipStreamGetCaptureInfo_v2; NULL if there are no graphs */
+  int (*capture_info)(void* stream, int* status, uint64_t* id, void*, void*, void*);
   /* Stores the calling thread's current context (cuCtxGetCurrent, hipGetDevice); NULL on the host. */
   int (*current)(uint64_t* context);
   uint64_t context; /* the context that the streams belong to */
@@ -71,7 +71,7 @@ static inline int proxyccl_stream_issue_words(const ProxycclStreamOperations* se
 static inline int proxyccl_stream_issue_current(ProxycclStreamOperations* self, uintptr_t stream) {
   ProxycclStreamOperation* words = self->words;
   int first = 0, capturing = 0;
-  if (self->is_capturing != 0 && self->is_capturing((void*)stream, &capturing) == 0 && capturing != 0)
+  if (self->capture_info != 0 && self->capture_info((void*)stream, &capturing, 0, 0, 0, 0) == 0 && capturing != 0)
     self->captured = 1;
   proxyccl_wake_all(self->wakes);
   for (uint32_t i = 0; i < self->count; ++i) {

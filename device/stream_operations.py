@@ -97,7 +97,7 @@ class StreamOperations:
         self._words, self._steps = ffi.new("ProxycclStreamOperation[]", fields), ffi.new("ProxycclStreamStep[]", steps)
         calls = runtime.calls
         self.prepared = ffi.new("ProxycclStreamOperations *")  # for callers in C (stream_operations.h)
-        set_functions(ffi, self.prepared, calls, "batch", "write64", "wait64", "copy", "set", "is_capturing", "current")
+        set_functions(ffi, self.prepared, calls, "batch", "write64", "wait64", "copy", "set", "capture_info", "current")
         self.prepared.context = calls.context
         self.prepared.words, self.prepared.steps, self.prepared.count = self._words, self._steps, len(steps)
         self._sleepers = sleepers

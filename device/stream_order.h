@@ -14,7 +14,8 @@ typedef struct ProxycclStreamOrder {
   int (*record)(void* event, void* stream);               /* cuEventRecord, hipEventRecord */
   int (*wait)(void* stream, void* event, unsigned flags); /* cuStreamWaitEvent, hipStreamWaitEvent */
   int (*query)(void* event);                              /* cuEventQuery, hipEventQuery */
-  int (*is_capturing)(void* stream, int* status);         /* cuStreamIsCapturing, HIP's equivalent; NULL on the host */
+  /* cuStreamGetCaptureInfo_v2, hipStreamGetCaptureInfo_v2; NULL on the host */
+  int (*capture_info)(void* stream, int* status, uint64_t* id, void*, void*, void*);
   int (*exchange_capture_mode)(int* mode);                /* cuThreadExchangeStreamCaptureMode, hip's */
   int (*current)(uint64_t* context);                      /* cuCtxGetCurrent, hipGetDevice; NULL on the host */
   int relaxed;                                            /* the capture mode that allows queries of events */
@@ -26,18 +27,22 @@ static inline int proxyccl_order_is_current(const ProxycclStreamOrder* self) {
   return proxyccl_is_current(self->current, self->context);
 }
 
-static inline int proxyccl_stream_captures(const ProxycclStreamOrder* self, uintptr_t stream) {
+/* Returns the number of the capture that records the stream's work into a graph; 0 if the stream is not captured. Each
+ * capture of the process has a different number. */
+static inline uint64_t proxyccl_stream_capture(const ProxycclStreamOrder* self, uintptr_t stream) {
+  uint64_t id = UINT64_MAX; /* stays the result if the driver knows no number */
   int captures = 0;
-  if (self->is_capturing == NULL) return 0;
-  const int status = self->is_capturing((void*)stream, &captures);
-  return status == PROXYCCL_CAPTURE_IMPLICIT || (status == 0 && captures != 0);
+  if (self->capture_info == NULL) return 0;
+  const int status = self->capture_info((void*)stream, &captures, &id, NULL, NULL, NULL);
+  return status == PROXYCCL_CAPTURE_IMPLICIT || (status == 0 && captures != 0) ? id : 0;
 }
 
 /* Sets *captures to whether the stream is being captured into a graph. Returns the driver's status; does nothing and
  * returns PROXYCCL_OTHER_CONTEXT if another context is current. */
 static inline int proxyccl_stream_ask_capture(const ProxycclStreamOrder* self, uintptr_t stream, int* captures) {
   if (!proxyccl_order_is_current(self)) return PROXYCCL_OTHER_CONTEXT;
-  const int status = self->is_capturing == NULL ? 0 : self->is_capturing((void*)stream, captures);
+  const int status =
+      self->capture_info == NULL ? 0 : self->capture_info((void*)stream, captures, NULL, NULL, NULL, NULL);
   if (status == PROXYCCL_CAPTURE_IMPLICIT) *captures = 1;
   return status == PROXYCCL_CAPTURE_IMPLICIT ? 0 : status;
 }
@@ -53,11 +58,11 @@ static inline int proxyccl_stream_wait(const ProxycclStreamOrder* self, uintptr_
 }
 
 /* Makes later work of stream `then` wait for the work queued so far on stream `first`. Nothing else may use `event`
- * during the call. With `alike`, does nothing if one of the streams is being captured and the other is not. */
+ * during the call. With `alike`, does nothing if a capture records only one of the streams. */
 static inline int proxyccl_stream_follow(const ProxycclStreamOrder* self, uintptr_t event, uintptr_t first,
                                          uintptr_t then, int alike) {
   if (!proxyccl_order_is_current(self)) return PROXYCCL_OTHER_CONTEXT;
-  if (alike && proxyccl_stream_captures(self, then) != proxyccl_stream_captures(self, first)) return 0;
+  if (alike && proxyccl_stream_capture(self, then) != proxyccl_stream_capture(self, first)) return 0;
   const int status = self->record((void*)event, (void*)first);
   return status != 0 ? status : self->wait((void*)then, (void*)event, 0);
 }

@@ -30,11 +30,11 @@ typedef struct Moves {
   Move few[FEW_MOVES];
 } Moves;
 
-/* Describes the latest launch of a flow. */
+/* Describes the latest launch of a flow, or the latest one that a graph captured. */
 typedef struct LastOfFlow {
   uint32_t event;   /* number, from 1, of the event recorded after the launch; 0 if there was no launch */
   uintptr_t stream; /* the stream of the launch, or NO_STREAM */
-  int captured;     /* whether a graph captured the launch, so that only the graph can wait for the event */
+  uint64_t capture; /* the number of the capture, in which alone streams can wait for the event; 0 if not captured */
 } LastOfFlow;
 
 typedef struct Event {
@@ -58,15 +58,20 @@ typedef struct FlowCalls {
   const ProxycclStreamOrder* streams;
   const ProxycclControl* control;
   uintptr_t thread_stream; /* the handle of the per-thread default stream; NO_STREAM if there is none */
-  LastOfFlow* last;        /* indexed by flow: 2 * peer for receiving, 2 * peer + 1 for sending */
+  LastOfFlow* last;        /* for each flow, the latest launch that was not captured, and the latest captured one */
   uint32_t* turns;         /* for each flow, the number of its moves so far; used while moves are ordered */
-  Event* events;           /* at most one event per flow, and one for the call being issued */
+  Event* events;           /* at most one for each item of `last`, and one for the call being issued */
   uint32_t event_count;
 } FlowCalls;
 
 static PyObject *state_name, *open_name; /* made once per process */
 
+/* Returns the number of a move's flow: 2 * peer for receiving, 2 * peer + 1 for sending. */
 static uint32_t flow_of(const Move* move) { return 2 * move->peer + (move->source != 0); }
+
+static LastOfFlow* last_of(const FlowCalls* self, const Move* move, uint64_t capture) {
+  return &self->last[2 * flow_of(move) + (capture != 0)];
+}
 
 /* -- moves --- */
 
@@ -191,14 +196,14 @@ static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
 /* For each move, makes a stream wait for the latest launch of the move's flow if that launch was on another stream.
  * Returns the driver's status.
  *
- * A stream that is being captured into a graph can't wait for a stream that is not, so the program must order the
- * launches of its graphs itself. */
-static int follow_earlier(const FlowCalls* self, const Moves* moves, uintptr_t stream, int captured) {
+ * A stream can't wait for an event of another capture, or of no capture, so the program must order the launches of its
+ * graphs itself. */
+static int follow_earlier(const FlowCalls* self, const Moves* moves, uintptr_t stream, uint64_t capture) {
   uint32_t waited = 0;
   for (size_t i = 0; i < moves->count; ++i) {
     if (moves->each[i].peer == self->flows->rank) continue;
-    const LastOfFlow* last = &self->last[flow_of(&moves->each[i])];
-    if (last->event == 0 || last->event == waited || last->captured != captured || last->stream == stream) continue;
+    const LastOfFlow* last = last_of(self, &moves->each[i], capture);
+    if (last->event == 0 || last->event == waited || last->capture != capture || last->stream == stream) continue;
     const int status = self->streams->wait((void*)stream, (void*)self->events[last->event - 1].handle, 0);
     if (status != 0) return status;
     waited = last->event;
@@ -206,13 +211,13 @@ static int follow_earlier(const FlowCalls* self, const Moves* moves, uintptr_t s
   return 0;
 }
 
-static void note_launch(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t stream, int captured) {
+static void note_launch(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t stream, uint64_t capture) {
   for (size_t i = 0; i < moves->count; ++i) {
     if (moves->each[i].peer == self->flows->rank) continue;
-    LastOfFlow* last = &self->last[flow_of(&moves->each[i])];
+    LastOfFlow* last = last_of(self, &moves->each[i], capture);
     self->events[event - 1].flows += 1;
     if (last->event != 0) self->events[last->event - 1].flows -= 1;
-    *last = (LastOfFlow){.event = event, .stream = stream, .captured = captured};
+    *last = (LastOfFlow){.event = event, .stream = stream, .capture = capture};
   }
 }
 
@@ -231,8 +236,8 @@ static int copy_all(const FlowCalls* self, const Moves* moves, uintptr_t stream)
  * with nothing done; or PROXYCCL_CALL_ABORTED after a failure. */
 static int issue(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t stream, int named) {
   if (!proxyccl_order_is_current(self->streams)) return PROXYCCL_OTHER_CONTEXT;
-  const int captured = proxyccl_stream_captures(self->streams, stream);
-  int status = follow_earlier(self, moves, stream, captured);
+  const uint64_t capture = proxyccl_stream_capture(self->streams, stream);
+  int status = follow_earlier(self, moves, stream, capture);
   if (status != 0) return status;
   /* The failure is checked immediately before the launch, because a kernel that begins after a failure must not use
    * memory that a peer may have freed. */
@@ -244,7 +249,7 @@ static int issue(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t 
   }
   if (status == 0) status = self->streams->record((void*)self->events[event - 1].handle, (void*)stream);
   if (status != 0) return status;
-  note_launch(self, moves, event, named && stream != self->thread_stream ? stream : NO_STREAM, captured);
+  note_launch(self, moves, event, named && stream != self->thread_stream ? stream : NO_STREAM, capture);
   return 0;
 }
 
@@ -611,9 +616,9 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
     return NULL;
   }
   const size_t count = 2 * (size_t)self->flows->world_size;
-  self->last = PyMem_Calloc(count, sizeof *self->last);
+  self->last = PyMem_Calloc(2 * count, sizeof *self->last);
   self->turns = PyMem_Calloc(count, sizeof *self->turns);
-  self->events = PyMem_Calloc(count + 1, sizeof *self->events);
+  self->events = PyMem_Calloc(2 * count + 1, sizeof *self->events);
   self->acquire = PyObject_GetAttrString(lock, "acquire");
   self->release = self->acquire == NULL ? NULL : PyObject_GetAttrString(lock, "release");
   if (self->release != NULL && self->last != NULL && self->turns != NULL && self->events != NULL) return object;

@@ -222,6 +222,7 @@ class CudaDriver(Driver):
             "copy": self.address("MemcpyAsync"),
             "copy_many": 0 if status else copy_many,
             "batch": self.address("StreamBatchMemOp"),
+            "capture_info": self.address("StreamGetCaptureInfo"),
             "allocate": self.address("MemAlloc"),
         }
 

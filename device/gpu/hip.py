@@ -196,6 +196,7 @@ class HipDriver(Driver):
         return {
             "copy": self.address("MemcpyDtoDAsync"),
             "wait64": self.address("StreamWaitValue64"),
+            "capture_info": self.address("StreamGetCaptureInfo_v2"),
             "allocate_with_flags": self.address("ExtMallocWithFlags"),
             "flags": _MALLOC_UNCACHED,
         }

@@ -63,7 +63,7 @@ class StreamOrder:
         self._context, driver = context, context.driver
         calls = driver.calls()
         self._order = ffi.new("ProxycclStreamOrder *")
-        set_functions(ffi, self._order, calls, "is_capturing", "exchange_capture_mode", "current")
+        set_functions(ffi, self._order, calls, "capture_info", "exchange_capture_mode", "current")
         set_functions(ffi, self._order, calls, record="event_record", wait="wait_event", query="event_query")
         self._order.relaxed, self._order.context = calls.relaxed, context.handle
         self._idle: list[int] = []  # unused events; threads take and return them by atomic list operations
@@ -76,7 +76,7 @@ class StreamOrder:
 
     def is_capturing(self, stream: int) -> bool:
         """Whether a stream's work goes into a graph."""
-        return bool(lib.proxyccl_stream_captures(self._order, stream))
+        return bool(lib.proxyccl_stream_capture(self._order, stream))
 
     def ask_capture(self, stream: int) -> bool:
         """Whether a stream's work goes into a graph. Makes this device current, because the handle of a default stream
@@ -100,7 +100,7 @@ class StreamOrder:
     def follow(self, first: int, then: int, *, alike: bool = False) -> None:
         """Makes later work of `then` wait for work queued on `first`.
 
-        With `alike`, does nothing if one of the streams is captured into a graph and the other is not.
+        With `alike`, does nothing if a capture into a graph records only one of the streams.
         """
         event = self._take()
         status = lib.proxyccl_stream_follow(self._order, event, first, then, alike)

@@ -60,7 +60,7 @@ class QueuedCall:
 
     Args:
         x, out: the input and the output: each a tensor or a sequence of tensors.
-        keeps: whether the allocator is told this; False if the caller ensures otherwise that the memory is kept.
+        captured: whether a graph captures the call.
         blocks: whether a wait for the call also blocks the CPU until the call has ended.
         source: the rank that a receive receives from; -1 for other calls.
 
@@ -78,7 +78,9 @@ class QueuedCall:
     stream: int
     blocks: bool
 
-    def __new__(cls, gpu: Gpu, x: Any, out: Any, stream: int, keeps: bool, blocks: bool, source: int) -> QueuedCall: ...
+    def __new__(
+        cls, gpu: Gpu, x: Any, out: Any, stream: int, captured: bool, blocks: bool, source: int
+    ) -> QueuedCall: ...
     def mark_end(self) -> None:
         """Sets `mark` to a new mark after the work that is queued on the stream now, which is the call's end."""
     def check(self) -> None:

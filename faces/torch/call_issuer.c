@@ -90,7 +90,7 @@ static int log_call(CallIssuer* self, PyObject* number, PyObject* name, PyObject
 static PyObject* work_of(CallIssuer* self, PyObject* number, PyObject* name, PyObject* x, PyObject* out,
                          uintptr_t stream, int captured) {
   const int blocks = self->blocks && !captured;
-  PyObject* call = proxyccl_queued_call(self->gpu, x, out, stream, !captured, blocks, self->source);
+  PyObject* call = proxyccl_queued_call(self->gpu, x, out, stream, captured, blocks, self->source);
   if (call == NULL) return NULL;
   PyObject* mark = proxyccl_mark_end(call);
   PyObject* work = mark == NULL && PyErr_Occurred() != NULL ? NULL : PyObject_CallNoArgs(self->work);
@@ -119,7 +119,7 @@ static PyObject* record(CallIssuer* self, PyObject* named, PyObject* x, PyObject
   PyObject* const name = PyTuple_GetItem(named, 0);
   PyObject* number = name == NULL ? NULL : PyIter_Next(self->numbers);
   if (number == NULL) return NULL;
-  const int captured = proxyccl_stream_captures(self->gpu->order, stream);
+  const int captured = proxyccl_stream_capture(self->gpu->order, stream) != 0;
   PyObject* work;
   if (!waits || self->blocks)
     work = work_of(self, number, name, x, out, stream, captured);

@@ -232,6 +232,7 @@ class Endpoints:
         place = dist.PrefixStore(f"proxyccl-{name}-{self._meetings[name]}", self.store)
         bootstrap = StoreBootstrap(place, rank, world_size)
         self._bootstraps.append(bootstrap)
+        self._require_open()  # if `end_meetings` has begun, it may not have seen this bootstrap
         try:
             comm = self._meet(bootstrap, device, peer, whole, members, seconds)
         except WaitTimeoutError:  # a late rank can still join this rank's next attempt
@@ -376,6 +377,8 @@ class Endpoints:
         """Prevents further communicators. Threads that wait for a peer to make a communicator raise ClosedError."""
         with self._lock:
             self._closed = True
+        while self._bootstraps:
+            self._bootstraps.pop().close()
 
     def close(self) -> None:
         """Closes the communicators. Waits for this rank's own work, but not for other ranks."""
@@ -383,5 +386,3 @@ class Endpoints:
         for comm in self.made:
             comm.close(wait=False)
         self._open_store = None  # dropped, so that the program can close the store and reuse its port
-        while self._bootstraps:
-            self._bootstraps.pop().close()

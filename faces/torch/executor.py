@@ -177,6 +177,14 @@ class GroupThreads:
                     return
             next(iter(busy.values())).wait_until_idle(min(deadline - now, _LOOK_SECONDS))
 
+    def await_meetings(self, deadline: float) -> None:
+        """Waits until `deadline` for the threads that make communicators and then for callbacks. Does not wait for the
+        calls of communicators that exist.
+        """
+        for (device, of), executor in sorted(self._all.items(), key=lambda each: isinstance(each[0][1], int)):
+            if isinstance(of, int) or not self._endpoints.has_met(device, of and of[0]):
+                executor.wait_until_idle(deadline - time.monotonic())
+
     @property
     def _all(self) -> dict[_Key, Executor]:
         with self._lock:

@@ -366,9 +366,9 @@ class IssuedCalls:
                 mark = None if next(self._waited) % ADDED_BETWEEN else gpu.in_c.mark(stream)
                 self.under_way.add(None, call.number, call.name, mark)
             return None
-        # A captured call does not run, so the host can't wait for the call, and the graph keeps the tensors' memory.
+        # A captured call does not run, so the host can't wait for the call.
         blocks = call.blocks and not captured
-        queued = QueuedCall(gpu.in_c, call.xs, call.outs, stream, not captured, blocks, -1)
+        queued = QueuedCall(gpu.in_c, call.xs, call.outs, stream, captured, blocks, -1)
         queued.mark_end()
         if not captured:
             self.under_way.add(None, call.number, call.name, queued.mark)
@@ -388,10 +388,10 @@ class IssuedCalls:
         order = None if flow is None else (device, flow)
         current, handle = gpu.current(), stream.cuda_stream
         ready = gpu.in_c.mark(current)
-        queued = QueuedCall(gpu.in_c, call.xs, call.outs, handle, False, call.blocks, call.source)
+        is_captured = gpu.order.is_capturing(current)
+        queued = QueuedCall(gpu.in_c, call.xs, call.outs, handle, is_captured, call.blocks, call.source)
         work = TransferWork.of_transfer(queued, self.threads.callbacks_of(device))
         executor, has_met = self.threads.of(device, flow), self._endpoints.has_met(device, peer)
-        is_captured = gpu.order.is_capturing(current)
         if not is_captured:
             marks = work.marks  # lets the lambda keep the marks alive, but not the Work's tensors
             self.under_way.add(order, call.number, call.name, lambda: bool(marks) and marks[0].query())
@@ -407,9 +407,6 @@ class IssuedCalls:
                 with torch.inference_mode(), torch.cuda.stream(stream):
                     ready.hold(handle)
                     call.make()
-                    if not is_captured:
-                        for tensor in (*call.outs, *call.xs):
-                            tensor.record_stream(stream)
             except BaseException as error:  # the Work's `wait` raises the error
                 failure = error
                 if not is_captured and not isinstance(error, CommunicatorError):

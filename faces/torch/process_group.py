@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import time
@@ -25,6 +26,8 @@ from proxyccl.torch_tensors.pools import allocator, require_torch
 from proxyccl.torch_tensors.untraced import untraced
 
 NAME = "proxyccl"
+_MEETINGS_SECONDS = 1.0
+"""How long a process that exits waits for threads that make communicators."""
 
 
 class WholeGroup:
@@ -365,6 +368,19 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         self.endpoints.close()
         self.calls.close()
         flight_recorder.groups.pop(self, None)
+
+
+@atexit.register
+def _end_meetings() -> None:
+    """Ends the threads that wait for peers over torch's store, because a thread inside the store's C++ code at the end
+    of Python would abort the process.
+    """
+    deadline = time.monotonic() + _MEETINGS_SECONDS
+    groups = [group for group in list(flight_recorder.groups) if group.calls.process.is_here]
+    for group in groups:
+        group.endpoints.end_meetings()
+    for group in groups:
+        group.calls.threads.await_meetings(deadline)
 
 
 _default: weakref.ref[ProcessGroupProxyCCL] | None = None

@@ -13,7 +13,7 @@ typedef struct {
   PyObject *x, *out; /* one tensor, or a list or tuple of tensors */
   PyObject *mark, *error, *future, *source;
   unsigned long long stream;
-  char unrecorded, blocks;
+  char captured, unrecorded, blocks;
 } QueuedCall;
 
 PyTypeObject* proxyccl_gpu_type;
@@ -173,14 +173,14 @@ static PyType_Slot mark_slots[] = {
 
 /* -- calls -- */
 
-PyObject* proxyccl_queued_call(Gpu* gpu, PyObject* x, PyObject* out, uintptr_t stream, int keeps, int blocks,
+PyObject* proxyccl_queued_call(Gpu* gpu, PyObject* x, PyObject* out, uintptr_t stream, int captured, int blocks,
                                PyObject* source) {
   PyObject* object = PyType_GenericAlloc(call_type, 0);
   if (object == NULL) return NULL;
   QueuedCall* self = (QueuedCall*)object;
   self->gpu = (Gpu*)Py_NewRef((PyObject*)gpu);
   self->x = Py_NewRef(x), self->out = Py_NewRef(out), self->source = Py_NewRef(source);
-  self->stream = stream, self->unrecorded = (char)keeps, self->blocks = (char)blocks;
+  self->stream = stream, self->captured = (char)captured, self->unrecorded = 1, self->blocks = (char)blocks;
   return object;
 }
 
@@ -253,8 +253,10 @@ static PyObject* all_tensors(PyObject* object) {
   return list;
 }
 
+/* Returns 0 for a captured call, because a query of a captured event would invalidate the capture. */
 static int has_ended(const QueuedCall* self) {
-  return self->mark != NULL && proxyccl_event_query(self->gpu->order, ((const StreamMark*)self->mark)->event) == 0;
+  if (self->captured || self->mark == NULL) return 0;
+  return proxyccl_event_query(self->gpu->order, ((const StreamMark*)self->mark)->event) == 0;
 }
 
 /* Tells torch's allocator that the call's stream uses the tensors, so that their memory is not reused before the call
@@ -306,10 +308,10 @@ static void end_call(PyObject* object) { proxyccl_free(object, clear_all); }
 static PyObject* make_call(PyTypeObject* Py_UNUSED(type), PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
   PyObject *gpu, *x, *out, *source;
   unsigned long long stream;
-  int keeps, blocks;
-  if (!PyArg_ParseTuple(arguments, "O!OOKppO", proxyccl_gpu_type, &gpu, &x, &out, &stream, &keeps, &blocks, &source))
+  int captured, blocks;
+  if (!PyArg_ParseTuple(arguments, "O!OOKppO", proxyccl_gpu_type, &gpu, &x, &out, &stream, &captured, &blocks, &source))
     return NULL;
-  return proxyccl_queued_call((Gpu*)gpu, x, out, (uintptr_t)stream, keeps, blocks, source);
+  return proxyccl_queued_call((Gpu*)gpu, x, out, (uintptr_t)stream, captured, blocks, source);
 }
 
 static PyMethodDef call_methods[] = {

@@ -23,7 +23,7 @@ PyObject* proxyccl_mark(Gpu* self, uintptr_t stream);
  * exception. */
 int proxyccl_follow(Gpu* self, uintptr_t first, uintptr_t then);
 /* Returns a new QueuedCall, or NULL with an exception. */
-PyObject* proxyccl_queued_call(Gpu* gpu, PyObject* x, PyObject* out, uintptr_t stream, int keeps, int blocks,
+PyObject* proxyccl_queued_call(Gpu* gpu, PyObject* x, PyObject* out, uintptr_t stream, int captured, int blocks,
                                PyObject* source);
 /* Marks the end of a call, which must be the latest work on its stream. Returns a borrowed reference to the mark. If an
  * Exception is raised, stores it in the call and returns NULL without an exception set. */

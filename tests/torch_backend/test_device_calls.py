@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +19,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from proxyccl import ArgumentError, Communicator  # noqa: E402
+from proxyccl.device.gpu.hip_bindings import library  # noqa: E402
 from proxyccl.device.gpu.stream_order import StreamOrder  # noqa: E402
 from proxyccl.torch._device_calls import ADDED_BETWEEN  # noqa: E402
 from support.fakes import torch_on_hip  # noqa: E402
@@ -249,6 +251,49 @@ def test_calls_of_transfers_on_two_streams_follow_each_other() -> None:
     on_gpus(body)
 
 
+@pytest.mark.parametrize(("captures", "ordered"), [((1, 2), False), ((1, 1), True), ((0, 1, 0), True)])
+def test_exchanges_wait_for_each_other_only_within_a_capture_or_outside_captures(
+    captures: tuple[int, ...], ordered: bool
+) -> None:
+    """Each exchange is on a stream of its own, in the capture of this number or, for 0, in none. A wait for an event of
+    another capture would invalidate the capture.
+    """
+
+    def body(group: Any) -> None:
+        rank = group.rank()
+        runtime = communicator(group).runtime
+        x, y = (torch_on_hip.on_gpu(torch.full((4,), float(rank)), rank) for _ in range(2))
+        splits = [1, 3] if rank == 0 else [3, 1]
+
+        def exchange() -> None:
+            group.alltoall_base(y, x, splits, splits, options("AllToAll"))
+
+        exchange()
+        torch_on_hip.on_cpu(x)
+        streams = [runtime.create_stream() for _ in captures]
+        word = runtime.allocate_pinned(8)
+        wait_value(runtime, word.ptr, 1, streams[0])
+        for stream, capture in zip(streams, captures, strict=True):
+            library().hipOnHostCapture(ctypes.c_void_p(stream.handle), capture)
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle, x.device)):
+                exchange()
+            library().hipOnHostCapture(ctypes.c_void_p(stream.handle), 0)
+        last = runtime.create_event()
+        last.record(streams[-1])
+        try:
+            if ordered:
+                time.sleep(0.2)
+                assert not last.query()
+            else:
+                wait_for(last.query, "the exchange of the second capture")
+        finally:
+            ctypes.c_uint64.from_address(word.ptr).value = 1
+        for stream in streams:
+            stream.synchronize()
+
+    on_gpus(body)
+
+
 def test_a_prepared_reduction_stays_valid_after_one_that_needs_more_scratch_memory() -> None:
     def body(group: Any) -> None:
         rank = group.rank()
@@ -438,7 +483,7 @@ def test_the_future_of_a_call_that_was_never_queued_has_the_error() -> None:
     run(on_rank, RANKS, timedelta(seconds=2))
 
 
-def test_memory_is_recorded_on_the_groups_stream_only_if_nobody_has_waited_and_the_call_has_not_ended() -> None:
+def test_memory_is_recorded_on_the_groups_stream_unless_somebody_has_waited_or_an_uncaptured_call_has_ended() -> None:
     def body(group: Any) -> None:
         recorded: list[Any] = []
 
@@ -459,19 +504,22 @@ def test_memory_is_recorded_on_the_groups_stream_only_if_nobody_has_waited_and_t
 
         x = torch.ones(8).as_subclass(Noted)
         runtime = communicator(group).runtime
-        word = runtime.allocate_pinned(8)
+        word, own = runtime.allocate_pinned(8), group.calls.gpus.of(x.device).own
         for turn in range(3):
             works = [all_reduce(group, x, waits=False)]
             works[0].wait()
             free(works)
-            works = [all_reduce(group, x, waits=False)]
-            wait_for(works[0].is_completed, "the end of the call")
-            free(works)
-            assert len(recorded) == turn
+            for capture in (0, 1):
+                assert len(recorded) == 2 * turn
+                library().hipOnHostCapture(ctypes.c_void_p(own), capture)
+                works = [all_reduce(group, x, waits=False)]
+                library().hipOnHostCapture(ctypes.c_void_p(own), 0)
+                wait_for(works[0].is_completed, "the end of the call")
+                free(works)
             wait_value(runtime, word.ptr, turn + 1, torch.cuda.current_stream(x.device).cuda_stream)
             free([all_reduce(group, x, waits=False)])
             ctypes.c_uint32.from_address(word.ptr).value = turn + 1
-            assert recorded == [group.calls.gpus.of(x.device).own] * (turn + 1)
+            assert recorded == [own] * (2 * turn + 2)
             torch.cuda.current_stream(x.device).synchronize()
 
     on_gpus(body)

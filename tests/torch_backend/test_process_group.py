@@ -9,6 +9,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -996,3 +998,43 @@ def test_no_rank_drops_the_backend_of_another_device_while_others_make_theirs() 
                 first.result(0.05)
             wait("cuda", 1)
             first.result()
+
+
+ENDS_WHILE_IT_MEETS = """
+import threading, time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from proxyccl.torch import ProcessGroupProxyCCL
+
+class SlowStore(dist.Store):
+    def __init__(self):
+        super().__init__()
+        self.values, self.checked = dist.HashStore(), threading.Event()
+
+    def set(self, key, value):
+        self.values.set(key, value)
+
+    def add(self, key, amount):
+        return self.values.add(key, amount)
+
+    def check(self, keys):
+        self.checked.set()
+        time.sleep(0.2)
+        return False
+
+store = SlowStore()
+group = ProcessGroupProxyCCL(store, 0, 2, timedelta(seconds=60))
+options = dist.AllreduceOptions()
+options.asyncOp = True
+work = group.allreduce([torch.ones(4)], options)
+assert store.checked.wait(60)
+"""
+
+
+def test_a_process_ends_without_a_message_while_a_thread_waits_for_a_peer_over_the_store() -> None:
+    """The store is slow, so that the thread is inside the store's C++ code when the program ends."""
+    command = [sys.executable, "-c", ENDS_WHILE_IT_MEETS]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -197,8 +197,9 @@ HIP_EXPORT hipError_t hipStreamSynchronize(hipStream_t stream) { return as(CU(cu
 HIP_EXPORT hipError_t hipStreamWaitEvent(hipStream_t stream, hipEvent_t event, unsigned flags) {
   return as(CU(cuStreamWaitEvent, stream, event, flags));
 }
-HIP_EXPORT hipError_t hipStreamIsCapturing(hipStream_t stream, int* status) {
-  return as(CU(cuStreamIsCapturing, stream, status));
+HIP_EXPORT hipError_t hipStreamGetCaptureInfo_v2(hipStream_t stream, int* status, uint64_t* id, void* graph,
+                                                 void* nodes, void* count) {
+  return as(CU(cuStreamGetCaptureInfo_v2, stream, status, id, graph, nodes, count));
 }
 HIP_EXPORT hipError_t hipThreadExchangeStreamCaptureMode(int* mode) {
   return as(CU(cuThreadExchangeStreamCaptureMode, mode));

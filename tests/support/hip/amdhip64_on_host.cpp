@@ -64,7 +64,7 @@ auto& registered = *new std::map<uintptr_t, size_t>();  // host memory
 auto& allocated = *new std::map<int, size_t>();         // by device
 auto& priorities = *new std::map<void*, int>();         // by stream
 auto& peers = *new std::set<std::pair<int, int>>();
-auto& captured = *new std::set<hipStream_t>();
+auto& captured = *new std::map<hipStream_t, uint64_t>();  // the captures' numbers
 uint64_t last_id = 0;
 
 template <class Map>
@@ -505,21 +505,23 @@ HIP_EXPORT hipError_t hipStreamWaitEvent(hipStream_t stream, hipEvent_t event, u
     return static_cast<hipError_t>(proxyccl_host_stream_wait_event(hostStream(stream), event, 0));
   });
 }
-// For tests: sets whether hipStreamIsCapturing reports a capture of the stream. A reported capture does
-// not change the execution of the stream's work.
-HIP_EXPORT void hipOnHostCapture(hipStream_t stream, int captures) {
+// For tests: makes hipStreamGetCaptureInfo_v2 report that a capture with this number records the stream, or with 0 that
+// no capture does. A reported capture does not change the execution of the stream's work.
+HIP_EXPORT void hipOnHostCapture(hipStream_t stream, int capture) {
   std::lock_guard<std::mutex> lock(mutex);
-  if (captures != 0)
-    captured.insert(stream);
+  if (capture != 0)
+    captured[stream] = capture;
   else
     captured.erase(stream);
 }
-HIP_EXPORT hipError_t hipStreamIsCapturing(hipStream_t stream, int* status) {
+HIP_EXPORT hipError_t hipStreamGetCaptureInfo_v2(hipStream_t stream, int* status, uint64_t* id, void*, void*, void*) {
   std::lock_guard<std::mutex> lock(mutex);
   // As in HIP, the legacy default stream can't be used during a capture of a blocking stream. This library treats
   // all streams as blocking.
   if (stream == nullptr && !captured.empty()) return hipErrorStreamCaptureImplicit;
-  *status = captured.count(stream) != 0;
+  const auto found = captured.find(stream);
+  *status = found != captured.end();
+  if (*status && id != nullptr) *id = found->second;
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipThreadExchangeStreamCaptureMode(int* mode) {
