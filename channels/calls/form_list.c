@@ -90,7 +90,8 @@ static int read_all(const FormList* self, PyObject* const* arguments, ListedArra
       PyObject* x = several && k < PyTuple_Size(argument) ? PyTuple_GetItem(argument, k) : Py_None;
       if (!several && k == 0) x = argument;
       memset(&listed->array.kind, 0, sizeof listed->array.kind);
-      listed->object = Py_None, listed->array.buffer.obj = NULL, listed->extent = 0, listed->at = 0;
+      listed->object = Py_None, listed->array.buffer.obj = NULL, listed->array.bytes = 0;
+      listed->extent = 0, listed->at = 0;
       if (x == Py_None) continue;
       const int read = read_or_view(self, i, x, listed);
       if (read <= 0) return read;

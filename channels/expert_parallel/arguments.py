@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from proxyccl.channels.arguments import input_view
@@ -13,6 +14,8 @@ from proxyccl.device.errors import ArgumentError
 
 MAX_NUMBER = 2**31 - 1
 """The greatest integer that kernels and messages between ranks can hold."""
+OVERLAPS = "overlaps another array of the call"
+"""The text of the error for a result that would overwrite an array that the call reads."""
 
 
 def whole_number(argument: str, value: Any, least: int, most: int = MAX_NUMBER, what: str = "an integer") -> int:
@@ -55,19 +58,19 @@ def index_array(group: Group, x: Any, argument: str, shape: tuple[int, ...]) -> 
 def output_array(
     group: Group,
     out: Any,
-    x: Any,
-    argument: str,
+    given: Mapping[str, Any],
     shape: tuple[int, ...],
     dtype: DType,
     *,
     spare_rows: bool = False,
 ) -> int:
-    """Returns the address of the caller's `out` array for the result of a call on `x`. Raises ArgumentError if `out`
-    does not fit, is read-only, or overlaps `x`."""
-    source = input_view(group, x, argument)
+    """Returns the address of the caller's `out` array for the result of a call on the arrays `given`, by their names.
+    Raises ArgumentError if `out` does not fit, is read-only, or overlaps one of these arrays."""
     view = input_array(group, out, "out", shape, dtype.name, spare_rows=spare_rows)
     if not view.writable:
         raise ArgumentError("out", "is read-only; expected a writable array")
-    if view.ptr < source.ptr + source.nbytes and source.ptr < view.ptr + view.nbytes:
-        raise ArgumentError("out", "overlaps another array of the call")
+    for argument, x in given.items():
+        source = input_view(group, x, argument)
+        if view.ptr < source.ptr + source.nbytes and source.ptr < view.ptr + view.nbytes:
+            raise ArgumentError("out", OVERLAPS)
     return view.ptr

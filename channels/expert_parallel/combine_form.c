@@ -8,6 +8,11 @@
 
 enum { ROWS, WEIGHTS, SLOT_WEIGHTS, ORDER, ADDED, MOST_ADDED = 2, ARRAYS = ADDED + MOST_ADDED };
 
+typedef struct {
+  uintptr_t at;
+  size_t bytes;
+} Memory;
+
 /* See CombineForm in _calls.pyi for the order of the constructor's arguments. */
 typedef struct {
   LayerForm form;                                     /* `element` and `format`: the element type of rows and results */
@@ -24,7 +29,8 @@ typedef struct {
   PyObject* context;        /* the DispatchCombineContext that made the descriptors */
   PyObject* new_output;     /* new_output(tokens): returns a function that makes outputs of this many tokens */
   PyObject* check_desc;     /* check_desc(desc): raises an error if the descriptor can't be combined */
-  PyObject* check_output;   /* check_output(x, desc, out): returns `out` and its address, or raises an error */
+  PyObject* check_output;   /* check_output(desc, out, overlaps): returns the address of `out`, or raises an error */
+  Memory inputs[ARRAYS];    /* the arrays of the call under way */
   Py_ssize_t latest_tokens; /* number of tokens of the outputs that form.make_latest makes */
 } Form;
 
@@ -59,23 +65,30 @@ static int find_output(const Form* self, Py_ssize_t tokens, PyObject* out, uintp
   return fits;
 }
 
+/* Returns whether a result would overlap an array that the call reads. The result may be one of the arrays to add,
+ * because each thread reads these arrays' elements before it writes their sums. */
+static int overlaps(const Form* self, uintptr_t at, size_t bytes) {
+  for (int i = 0; i < ARRAYS; ++i) {
+    const Memory* input = &self->inputs[i];
+    if (at < input->at + input->bytes && input->at < at + bytes && !(i >= ADDED && input->at == at)) return 1;
+  }
+  return 0;
+}
+
 /* Returns a new reference to the caller's array for the result, or to a new array if `out` is None, and its address.
- * Returns NULL with an exception set on failure, such as an array that does not fit or overlaps the rows. */
-static PyObject* take_output(Form* self, const Descriptor* desc, PyObject* x, uintptr_t rows_at, PyObject* out,
-                             uintptr_t* at) {
+ * Returns NULL with an exception set on failure, such as an array that does not fit or overlaps another array. */
+static PyObject* take_output(Form* self, const Descriptor* desc, PyObject* out, uintptr_t* at) {
   if (out == Py_None) return new_output(self, desc->tokens, at);
-  const int found = find_output(self, desc->tokens, out, at);
-  if (found < 0) return NULL;
-  if (found && (*at >= rows_at + (uintptr_t)bytes_of(self, desc->rows) ||
-                rows_at >= *at + (uintptr_t)bytes_of(self, desc->tokens)))
-    return Py_NewRef(out);
-  PyObject* checked = PyObject_CallFunctionObjArgs(self->check_output, x, (PyObject*)desc, out, NULL);
-  unsigned long long address = 0;
-  const int fits = checked != NULL && PyArg_ParseTuple(checked, "OK", &out, &address);
-  *at = (uintptr_t)address;
-  PyObject* taken = fits ? Py_NewRef(out) : NULL;
-  Py_XDECREF(checked);
-  return taken;
+  int found = find_output(self, desc->tokens, out, at);
+  while (found >= 0) {
+    const int overlap = found && overlaps(self, *at, (size_t)bytes_of(self, desc->tokens));
+    if (found && !overlap) return Py_NewRef(out);
+    PyObject* checked = PyObject_CallFunction(self->check_output, "OOi", desc, out, overlap);
+    *at = checked == NULL ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(checked);
+    found = checked == NULL || PyErr_Occurred() != NULL ? -1 : 1;
+    Py_XDECREF(checked);
+  }
+  return NULL;
 }
 
 static int number_at(const Form* self, uintptr_t at, Py_ssize_t* number) {
@@ -141,7 +154,7 @@ static PyObject* receive(SentCall* sent, PyObject* stream, PyObject* out) {
   Form* self = (Form*)sent->form;
   Descriptor* desc = (Descriptor*)sent->desc;
   uintptr_t at = 0;
-  PyObject* target = take_output(self, desc, sent->rows, sent->at[0], out, &at);
+  PyObject* target = take_output(self, desc, out, &at);
   if (target == NULL) return NULL;
   self->call->phases = PROXYCCL_EXPERT_RECEIVE;
   self->call->slot_weights = (const float*)sent->at[1], self->call->output = (char*)at;
@@ -163,7 +176,9 @@ static PyObject* call(PyObject* object, const ListedArray* given, PyObject* cons
   CallArrays arrays = {given, ARRAYS, NULL, NULL};
   const PreparedCall* prepared;
   PyObject* result = NULL;
-  if (!self->halves) arrays.rows = take_output(self, desc, given[ROWS].object, given[ROWS].at, further[1], &at);
+  for (int i = 0; i < ARRAYS; ++i) self->inputs[i] = (Memory){given[i].at, given[i].array.bytes};
+  self->inputs[ROWS].bytes = (size_t)bytes_of(self, desc->rows); /* the result may overlap the rows after these */
+  if (!self->halves) arrays.rows = take_output(self, desc, further[1], &at);
   if ((self->halves || arrays.rows != NULL) && fill(self, given, desc, at, &prepared) == 0 &&
       proxyccl_issue(&self->form, prepared, desc, stream, &arrays) == 0) {
     const uintptr_t at_sent[3] = {given[ROWS].at, given[SLOT_WEIGHTS].at, 0};

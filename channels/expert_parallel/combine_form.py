@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.calls._calls import CombineForm
-from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
+from proxyccl.channels.expert_parallel.arguments import OVERLAPS, index_array, input_array, output_array
 from proxyccl.channels.expert_parallel.call_form import CallForm, LayerParts, address_of, name_of
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
@@ -130,9 +130,11 @@ class Combine(CallForm):
             (parts.own_desc, self._check_output),
         )
 
-    def _check_output(self, x: Any, desc: EPAllToAllLayoutDesc, out: Any) -> tuple[Any, int]:
-        shape = (desc.num_dispatch_token_cur_rank, self._width)
-        return out, output_array(self._group, out, x, "input", shape, self._token)
+    def _check_output(self, desc: EPAllToAllLayoutDesc, out: Any, overlaps: int) -> int:
+        at = output_array(self._group, out, {}, (desc.num_dispatch_token_cur_rank, self._width), self._token)
+        if overlaps:
+            raise ArgumentError("out", OVERLAPS)
+        return at
 
 
 def _check_combine(

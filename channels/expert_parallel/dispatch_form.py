@@ -374,7 +374,7 @@ class Redispatch(CallForm):
             rows, _, addresses = self._outputs.make(desc.rows)
         else:
             shape, dtype = (desc.rows, self._width), self._outputs.dtype
-            at = output_array(self._group, out, owners[0], self._argument, shape, dtype, spare_rows=True)
+            at = output_array(self._group, out, {self._argument: owners[0]}, shape, dtype, spare_rows=True)
             rows, addresses = out, (at, 0, 0)
         self._call.expert_ids = ffi.cast("char *", desc.pointer("expert_ids") + self._own_ids)
         self._call.ticket = desc.number

@@ -564,7 +564,8 @@ class EPAll2AllLayer:
                 ranks contributes one row, and the rows are added in the order of their ranks' last slots k. `order_ids`
                 can be given only on one node, with layout="rank" or enable_local_combine, and without lost ranks and
                 `placement`.
-            out: [T, hidden], or None for a new array.
+            out: [T, hidden], or None for a new array. `out` may be one of the arrays of `added`, and overlaps no other
+                array of the call.
             stream: as for `dispatch`.
 
         Returns:

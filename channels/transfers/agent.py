@@ -27,6 +27,7 @@ from proxyccl.channels.transfers.checksums import UNREADABLE, checksums_of
 from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached, Share
 from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slices
 from proxyccl.channels.transfers.errors import (
+    DisconnectedError,
     NameTakenError,
     NotRegisteredError,
     TransferTimeoutError,
@@ -505,7 +506,10 @@ class Agent:
         if found.checksums is not None and local != DRAM:
             raise ArgumentError("grant", "has checksums, which are checked only for reads into host memory")
         if ledger is not None:
-            of_host, no_words = BlocksOfHost(found, ledger), np.empty(0, np.uint64)
+            try:
+                of_host, no_words = BlocksOfHost(found, ledger), np.empty(0, np.uint64)
+            except ArgumentError:  # the owner's descriptor, by which this process mapped the ledger before, is closed
+                raise DisconnectedError(f"agent {name} has ended, so its grant can't be used", name) from None
             return of_host if known is None or found.checksums is None else Fence(found, of_host, None, no_words)
         assert known is not None
         numbers = np.unique(found.numbers)

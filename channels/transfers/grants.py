@@ -281,7 +281,7 @@ def find_blocks(message: GrantMessage, rows: Rows, *, writes: bool) -> Found:
 
 class BlocksOfHost(Granted):
     """The granted blocks of an agent whose ledger this process has mapped, so that the engine checks the grant. Raises
-    ResourceError if this process has no place in the ledger, and can't take one.
+    the errors of `Ledger.place`.
     """
 
     def __init__(self, found: Found, ledger: Ledger) -> None:

@@ -51,6 +51,7 @@ class Place:
         descriptor: a descriptor of the ledger's file, with its own open file description, to which the lock belongs.
 
     Raises:
+        ArgumentError: the ledger's owner has ended or has closed the ledger.
         ResourceError: the file can't be opened, for example because /proc is not mounted, or all places are taken.
     """
 
@@ -154,7 +155,7 @@ class Ledger:
             self._unused += [number % _WORDS for number in numbers]
 
     def place(self) -> Place:
-        """Returns the place of this process's transfers, which the first call takes. Raises ResourceError."""
+        """Returns the place of this process's transfers, which the first call takes. Raises the errors of `Place`."""
         with self._lock:
             if self._place is None:
                 self._place = Place(self)

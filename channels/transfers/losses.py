@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -12,6 +13,7 @@ from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.process import forks
 from proxyccl.device.process.threads import Thread
 
+_LOG = logging.getLogger("proxyccl.transfer")
 _lock = threading.Lock()
 forks.hold_while_forking(_lock)
 _tasks: list[weakref.WeakMethod[Callable[[], object]]] = []
@@ -45,8 +47,11 @@ def _run(event: int) -> None:
             references = list(_tasks)
         for reference in references:
             task = reference()
-            if task is not None:
-                task()
+            try:
+                if task is not None:
+                    task()
+            except Exception as error:  # the thread continues to run the other agents' tasks
+                _LOG.exception("an agent can't unmap the memory of lost agents: %s", error)
             del task
 
 

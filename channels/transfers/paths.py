@@ -39,6 +39,7 @@ _TCP_OPTIONS = {
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 5,
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 5,
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 3,
+    # Sent data also makes a link fail if nobody takes the data, even if the peer's host answers.
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): 20_000,
 }
 _UNIX_BUFFER_BYTES = 1 << 20

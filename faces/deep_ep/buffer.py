@@ -10,6 +10,7 @@ import torch
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.geometry import aligned
+from proxyccl.channels.joining.exchange import FLAG
 from proxyccl.deep_ep import low_latency, normal
 from proxyccl.deep_ep.arguments import LOW_LATENCY, NORMAL, refuse, refuse_unknown, require_tensor
 from proxyccl.deep_ep.config import MOST_BYTES, Config
@@ -19,7 +20,7 @@ from proxyccl.deep_ep.layers import Layers, Masks
 from proxyccl.deep_ep.normal import dispatch_layout
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.arguments.flags import as_flag
-from proxyccl.device.errors import ArgumentError
+from proxyccl.device.errors import AbortedError, ArgumentError, CommunicatorError
 from proxyccl.torch_tensors.untraced import untraced
 
 _BEFORE_WORST_TOKENS = 9  # arguments of dispatch
@@ -36,9 +37,13 @@ class Buffer(Connected):
         low_latency_mode: stored as an attribute, without other effect; every buffer works in both modes.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: without effect.
         explicitly_destroy: whether the caller calls `destroy`; if False, the memory lives until the process ends.
-        enable_shrink: whether the buffer continues after ranks are lost. The call during which a rank is lost raises an
-            error that names the lost rank, on all remaining ranks. The next dispatch runs on the remaining ranks, sends
-            nothing to the lost ranks' experts, and keeps all shapes. See `low_latency_query_mask_buffer`.
+        enable_shrink: whether the buffer continues after ranks are lost. On each remaining rank, one call raises an
+            error that names the lost rank: the call in progress or, on a rank that is between two calls, the next call.
+            Each rank then repeats its forward pass from the first layer, because the ranks' calls may have stopped in
+            different layers. The first dispatch runs on the remaining ranks, sends nothing to the lost ranks' experts,
+            and keeps all shapes. On GPUs, results of calls that were launched before the error may be wrong: before
+            results are used, synchronize and call `communicator.check`, which raises the error without replacing the
+            next call's.
         comm: an MPI communicator, instead of `group`.
 
     Attributes:
@@ -475,7 +480,7 @@ class Buffer(Connected):
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Fills in `mask_status`, int32 [ranks]: 1 for ranks that are masked or known to be lost, 0 for other ranks.
-        Does not wait.
+        Does not wait, and does not replace the error that a call raises after a loss.
 
         Raises:
             CommunicatorError: a rank has failed, and the buffer was made without enable_shrink.
@@ -508,21 +513,34 @@ class Buffer(Connected):
 
     def _layers_of_the_left(self) -> Layers:
         """Returns the layers. If ranks were lost or masked, all remaining ranks first make a communicator without these
-        ranks, and new layers.
+        ranks, and new layers. Raises the failure of the old communicator if no call of this buffer has raised it.
         """
         layers = self._layers
         if layers is not None and not self.enable_shrink:
             return layers
-        layers = self._usable()
-        if not (self._masks.pending or self.communicator.group.failure.aborted):
+        layers, before = self._usable(), self.communicator
+        failure = before.group.failure
+        if not (self._masks.pending or failure.aborted):
             return layers
-        before = self.communicator
-        self.communicator = before.shrink(exclude=self._masks.numbers_in(before))
-        self._masks.lose_all_but(self.communicator)
-        if self._owned and not before.closed:
-            before.group.close(reason="ranks were masked")
-        self._owned = True
-        self._layers = Layers(self.communicator, self._masks.lost)
+        if failure.aborted and not layers.failure_raised:
+            layers.failure_raised = True
+            raise failure.exception()
+        shrunk = before.shrink(exclude=self._masks.numbers_in(before))
+        self._masks.lose_all_but(shrunk)
+        failed = layers.failure_raised or before.closed  # `shrink` closes a communicator that has failed
+        self.communicator, owned, self._owned = shrunk, self._owned, True
+        self._layers = Layers(shrunk, self._masks.lost)
+        try:
+            # A rank that excludes masked ranks may be in `shrink` already when a call of another rank fails.
+            anywhere = shrunk.group.exchange.all_gather(failed, FLAG, "whether calls have failed")
+        except CommunicatorError:
+            self._layers.failure_raised = True
+            raise
+        finally:
+            if owned and not before.closed:
+                before.group.close(reason="ranks were masked")
+        if any(anywhere) and not layers.failure_raised:
+            raise AbortedError("a call failed while masked ranks were excluded; expected to repeat the forward pass")
         return self._layers
 
 

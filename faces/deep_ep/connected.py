@@ -124,11 +124,28 @@ class Connected:
                 raise ArgumentError("hook", "was called already; a hook can be called only once")
             if layer.ctx not in self._usable().all:
                 raise ArgumentError("hook", "comes from a call before ranks were lost; dispatch again")
-            with names.told():
+            with self._told(names):
                 finish()
             was_called = True
 
         return hook
+
+    def _note(self, error: ArgumentError | CapacityError | CommunicatorError, names: Names) -> None:
+        if not isinstance(error, CommunicatorError):
+            names.rename(error)
+        elif self._layers is not None:
+            self._layers.failure_raised = True
+
+    @contextlib.contextmanager
+    def _told(self, names: Names) -> Iterator[None]:
+        """A context manager for a call: puts DeepEP's names into errors, and records that the call has raised the
+        communicator's failure.
+        """
+        try:
+            yield
+        except (ArgumentError, CapacityError, CommunicatorError) as error:
+            self._note(error, names)
+            raise
 
     def _run(
         self,
@@ -152,13 +169,13 @@ class Connected:
         if apart is False and events.count(None) == len(events):
             try:
                 return call(), EventOverlap()
-            except (ArgumentError, CapacityError) as error:
-                names.rename(error)
+            except (ArgumentError, CapacityError, CommunicatorError) as error:
+                self._note(error, names)
                 raise
         for event in events:
             if event is not None and not isinstance(event, (EventHandle, EventOverlap)):
                 raise ArgumentError("previous_event", f"must be an event or None, not {type(event).__name__}")
-        with names.told():
+        with self._told(names):
             return self._run_on_stream(call, events, used, apart=as_flag(apart, "apart"))
 
     def _run_on_stream(

@@ -261,7 +261,8 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
 
         Raises:
             ArgumentError: an argument is wrong; an expert id is out of range on any rank.
-            CapacityError: a rank has more than num_max_tokens_per_rank tokens.
+            CapacityError: a rank has more than num_max_tokens_per_rank tokens. With do_cpu_sync=False, that rank alone
+                raises an error, an ArgumentError.
             MismatchError: another rank makes a different call.
             NotImplementedError: do_expand differs from the do_expand of the handle's dispatch.
             CommunicatorError: a peer failed; see its subclasses.

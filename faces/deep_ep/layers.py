@@ -66,6 +66,7 @@ class Layers:
         all: the layers by their contexts, in the order in which the ranks made them.
         forms: the objects that make calls like an earlier call. The key consists of a call's options and the shapes and
             types of the call's tensors, without the number of tokens.
+        failure_raised: whether a call of the buffer has raised the failure of the communicator.
     """
 
     def __init__(self, communicator: Communicator, lost_ranks: Sequence[int] = ()) -> None:
@@ -75,6 +76,7 @@ class Layers:
         self._turns: dict[Shape, Turns] = {}
         self.all: dict[DispatchCombineContext, EPAll2AllLayer] = {}
         self.forms: dict[tuple[Any, ...], Any] = {}
+        self.failure_raised = False
 
     def of_size(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
         """Returns a layer for at most `max_tokens` tokens of a rank; all ranks pass the same number. The layer shares

@@ -246,7 +246,8 @@ def combine(
     if after is not None:
         _require_results(x, topk_weights, layer, desc)  # raises errors before any rank sends
         if out is not None:  # the layer checks `out` only in the second half
-            output_array(layer.ctx.group, out, x, "x", tuple(out.shape), layer.ep_config.token)
+            given = {"x": x, "topk_weights": topk_weights}
+            output_array(layer.ctx.group, out, given, tuple(out.shape), layer.ep_config.token)
     slots = topk_weights if layer.sums_on_own_node else None
     weights = layer.weights_by_row(topk_weights, desc) if slots is None else None
     if not hooked and after is None:

@@ -5,6 +5,7 @@ Names of agents and messages may be given as str or bytes. Any thread may call a
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -52,7 +53,9 @@ class _Handle:
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self.release()
+            # A forked child can't release its parent's handles. A transfer that is still written ends as canceled.
+            with contextlib.suppress(nixlBind.nixlCancelledError, nixlBind.nixlRepostActiveError):
+                self.release()
 
 
 class nixl_prepped_dlist_handle(_Handle):
@@ -67,6 +70,10 @@ class nixl_xfer_handle(_Handle):
 
     def _release(self) -> None:
         self._agent.releaseXferReq(self._handle)
+
+    def __del__(self) -> None:
+        super().__del__()
+        self._agent._transfers.pop(self._handle, None)
 
 
 class nixl_agent_config:

@@ -124,7 +124,8 @@ class _DescList:
 
     def remDesc(self, index: int) -> None:
         self.rows = np.delete(self.rows, index, 0)
-        del self._notes[index : index + 1]
+        if self._fields == 4:
+            del self._notes[index]
 
     def clear(self) -> None:
         self.rows = self.rows[:0]

@@ -15,7 +15,8 @@ enum { LONGEST_NAME = 4096 };
 /* Ends a link if `got`, the result of a receive, reports the end of the stream or an error other than EAGAIN. */
 static void lose_at_end(ProxycclLink *link, ssize_t got) {
   if (got < 0 && errno == EAGAIN) return;
-  link_lose(link, got == 0 || errno == ECONNRESET ? "the peer has closed the link" : "the peer's host does not answer");
+  const int closed = got == 0 || errno == ECONNRESET;
+  link_lose(link, closed ? "the peer has closed the link" : "the peer's host does not answer, or it takes no data");
 }
 
 /* Fills the link's read-ahead buffer, unless the buffer has data. Returns 0 if the socket is empty or the link is lost,

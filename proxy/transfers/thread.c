@@ -78,7 +78,7 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
     case TAG_FABRIC: /* the thread's loop polls the completion queue */
       break;
     case TAG_PROCESS:
-      link_ready(object, EPOLLIN); /* first reads the last messages of the ended process */
+      link_ready(object, EPOLLIN); /* first reads the last answers of the ended process */
       link_lose(object, "the peer's process has ended");
       break;
     default:

@@ -295,8 +295,8 @@ int proxyccl_transfer_release(ProxycclTransfer *transfer);
  * NULL, or for a transfer that no device copies two words, which are 0: the transfer starts once a stream has set
  * words[0] to a nonzero value, and words[1] becomes 1 when the transfer has ended, successfully or not. The words must
  * not be used for another start, must be in memory that streams can write and wait for, and must outlive the transfer.
- * Without `stream` and `words`, a short transfer ends before the function returns. Returns 0, EBUSY if the transfer is
- * active, EMSGSIZE, ENOMEM, or ESTALE if a granted block is revoked. */
+ * Without `stream` and `words`, a short transfer that threads copy ends before the function returns. Returns 0, EBUSY
+ * if the transfer is active, EMSGSIZE, ENOMEM, or ESTALE if a granted block is revoked. */
 int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream,
                            uint64_t *words);
 /* Cancels an active transfer. A device's copies and both agents' libfabric requests can't be withdrawn, so this

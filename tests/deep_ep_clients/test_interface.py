@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,12 +12,19 @@ torch = pytest.importorskip("torch")
 
 import deep_ep  # noqa: E402
 
-from proxyccl import ArgumentError, ClosedError, Communicator, ThreadBootstrap  # noqa: E402
+from proxyccl import (  # noqa: E402
+    AbortedError,
+    ArgumentError,
+    ClosedError,
+    Communicator,
+    CommunicatorError,
+    ThreadBootstrap,
+)
 from support.cases.deep_ep_clients import Mixture, dequantized, quantized  # noqa: E402
 from support.cases.deep_ep_oracle import Arrived, same, signature  # noqa: E402
 from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
-from support.running import run_ranks  # noqa: E402
+from support.running import TIMEOUT, run_ranks, wait_for  # noqa: E402
 
 RANKS, PER_RANK, HIDDEN = 3 if ON_HOST else 2, 4, 1024
 SIGNATURES = {
@@ -352,6 +360,87 @@ def test_a_masked_rank_takes_no_part_from_the_next_dispatch_on() -> None:
             buffer.low_latency_update_mask_buffer(3, mask=True)
         with pytest.raises(ArgumentError, match=r"^rank_to_mask: .* is this rank"):
             buffer.low_latency_update_mask_buffer(comm.rank, mask=True)
+        buffer.communicator.close()
+
+    run_ranks(3, body, make_runtime=runtime_with_blocks)
+
+
+@pytest.mark.host_only(reason="more ranks than most machines have GPUs")
+@pytest.mark.parametrize("late", ["dispatch", "combine", "combine on the buffer's stream", "hook"])
+def test_each_rank_learns_once_that_a_rank_is_lost_and_repeats_all_layers(late: str) -> None:
+    """Rank 2 is lost while rank 1 waits in layer 1. Rank 0 makes the call `late` of layer 1 after the loss. Layer n
+    multiplies by 10**n, so results show if two ranks dispatch in different layers.
+    """
+    complete = threading.Barrier(3)
+
+    def body(comm: Communicator) -> None:
+        buffer, x = deep_ep.Buffer(comm, enable_shrink=True), torch.ones(4, 128, dtype=torch.bfloat16)
+        ids, weights = torch.tensor([[0, PER_RANK]] * 4), torch.ones(4, 2)
+        asynchronous, errors, sums = "stream" in late, list[str](), list[float]()
+
+        def layer(number: int) -> float:
+            def await_loss(call: str) -> None:
+                if comm.rank == 0 and number == 1 and call in late and not errors:
+                    wait_for(lambda: comm.group.failure.aborted, "the loss")
+
+            await_loss("dispatch")
+            arguments = (x, ids, 4, 3 * PER_RANK)
+            rows, _, handle, _, hook = buffer.low_latency_dispatch(
+                *arguments, use_fp8=False, async_finish=asynchronous, return_recv_hook=late == "hook"
+            )
+            if hook is not None:
+                await_loss("hook")
+                hook()
+            await_loss("combine")
+            results = rows * 10**number
+            combined, _, _ = buffer.low_latency_combine(results, ids, weights, handle, async_finish=asynchronous)
+            return combined[0, 0].item()
+
+        assert layer(0) == 2
+        complete.wait(TIMEOUT)
+        if comm.rank == 2:
+            comm.abort("rank 2 is lost")
+            comm.close()
+            return
+        while len(sums) < 3:
+            try:
+                sums.append(layer(len(sums)))
+            except CommunicatorError as error:
+                errors.append(str(error))
+                sums.clear()
+        assert sums == [2, 20, 200]
+        assert errors == ["rank 2 ended the communicator: rank 2 is lost"]
+        buffer.communicator.close()
+
+    run_ranks(3, body, make_runtime=runtime_with_blocks)
+
+
+@pytest.mark.host_only(reason="more ranks than most machines have GPUs")
+def test_a_rank_that_already_excludes_a_masked_rank_learns_of_a_failed_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    excludes, failed, shrink = threading.Event(), threading.Event(), Communicator.shrink
+
+    def shrink_late(comm: Communicator, **options: Any) -> Communicator:
+        if comm.rank == 1:
+            excludes.set()
+            assert failed.wait(TIMEOUT)
+        return shrink(comm, **options)
+
+    monkeypatch.setattr(Communicator, "shrink", shrink_late)
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 2:
+            assert failed.wait(TIMEOUT)
+            return
+        buffer, mixture = deep_ep.Buffer(comm, enable_shrink=True), mixture_of(comm)
+        buffer.low_latency_update_mask_buffer(2, mask=True)
+        if comm.rank == 0:
+            assert excludes.wait(TIMEOUT)
+            comm.abort("a call failed")
+            failed.set()
+        arguments = (mixture.tokens, mixture.ids, mixture.most_tokens, mixture.experts)
+        with pytest.raises(AbortedError, match="a call failed"):
+            buffer.low_latency_dispatch(*arguments)
+        buffer.low_latency_dispatch(*arguments)
         buffer.communicator.close()
 
     run_ranks(3, body, make_runtime=runtime_with_blocks)

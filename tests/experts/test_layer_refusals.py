@@ -511,3 +511,30 @@ def test_a_layer_of_a_closed_communicator_is_closed() -> None:
         layer.finalize()
 
     run_ranks(1, body)
+
+
+@pytest.mark.host_only(reason="the arrays are NumPy's")
+def test_the_result_of_a_combine_overlaps_only_sums_to_add() -> None:
+    def body(comm: Communicator) -> None:
+        with EPAll2AllLayer(comm, 8, 256, 2, 0, 4, 1, 1, dtype="float32", layout="rank") as layer:
+            ids = np.tile(np.int32([0, 1]), (8, 1))
+            rows, _, desc = layer.dispatch(np.ones((8, 256), np.float32), ids)
+            memory = np.ones((9, 256), np.float32)
+            out, slots = memory[1:], memory[1, :16].reshape(8, 2)
+            calls: tuple[dict[str, Any], ...] = (
+                {"added": (memory[:8],)},
+                {"added": (out, memory[:8])},
+                {"weights": memory[8, : len(rows)]},
+                {"topk_weights": slots},
+                {"order_ids": slots.view(np.int32)},
+            )
+            for options in calls:
+                refused("out", lambda given=options: layer.combine(rows, desc, out=out, **given), "overlaps another")
+            sent = layer.combine_send(rows, desc, topk_weights=slots)
+            refused("out", lambda: layer.combine_recv(sent, out=out), "overlaps another")
+            assert (layer.combine_recv(sent) == 1).all()
+            assert (memory == 1).all()
+            assert layer.combine(rows, desc, added=(out,), out=out) is out
+            assert (out == 2).all()
+
+    run_ranks(1, body)

@@ -8,6 +8,7 @@ import os
 import pickle
 import socket
 import struct
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,9 +19,10 @@ import numpy as np
 import pytest
 from nixl._api import nixl_agent, nixl_agent_config
 
+from proxyccl import ClosedError
 from proxyccl.nixl import metadata_exchange
 from proxyccl.nixl.metadata_exchange import Request, Sender
-from proxyccl.transfer import Agent
+from proxyccl.transfer import ActiveError, Agent, Transfer
 from support.agents import child
 
 pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the runtime")
@@ -424,6 +426,9 @@ def test_lists_of_descriptors(two: Two) -> None:
     assert list(descs) == [rows[0], rows[2], (5, 6, 7)]
     descs.clear()
     assert descs.isEmpty()
+    registered.remDesc(-1)
+    assert two.a.deserialize_descs(two.a.get_serialized_descs(registered)) == registered
+    assert list(registered) == [(*row, b"\0x") for row in rows[:2]]
     data = two.a.get_serialized_descs(registered)
     for junk in (b"", b"junk", data[:-1], data + b"x", pickle.dumps(registered)):
         with pytest.raises(nb.nixlMismatchError):
@@ -651,6 +656,27 @@ def test_an_exchange_of_metadata_is_bounded_as_a_whole(monkeypatch: pytest.Monke
             return False
 
         eventually(is_closed)
+
+
+@pytest.mark.parametrize("error", [ClosedError, ActiveError])
+def test_a_collected_handle_raises_nothing_and_keeps_no_transfer(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transfer can't be closed: the handle is a forked child's, or an adapter still writes the transfer's data."""
+
+    def close(self: Transfer) -> None:
+        raise error("busy")
+
+    raised: list[Any] = []
+    two = Two()
+    handle = two.transfer()
+    alive = weakref.ref(two.a.agent._transfer(int(handle._handle)).transfer)
+    with monkeypatch.context() as patched:
+        patched.setattr(Transfer, "close", close)
+        patched.setattr(sys, "unraisablehook", raised.append)
+        del handle
+    assert not raised
+    assert alive() is None
 
 
 def test_a_listener_that_has_answered_keeps_no_agent() -> None:

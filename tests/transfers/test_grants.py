@@ -148,6 +148,24 @@ def test_a_canceled_read_is_not_waited_for(sides: Sides) -> None:
     held.release()
 
 
+def test_the_first_granted_transfer_to_a_killed_owner() -> None:
+    def own(connection: socket.socket) -> None:
+        with Agent("owner") as owner:
+            block = np.zeros(NBYTES, np.uint8)
+            owner.grant([(owner.register(block).address, NBYTES)], key=3)
+            connection.send(owner.metadata())
+            connection.recv(1)
+
+    with child(own) as process, Agent("reader") as reader:
+        reader.add(process.receive())
+        reader.connect("owner")
+        target = reader.register(np.zeros(NBYTES, np.uint8))
+        row = target.address, reader.regions_of("owner")[0].address, NBYTES
+        process.kill()
+        with pytest.raises(DisconnectedError):
+            reader.prepare("read", "owner", [row], grant=3)
+
+
 def test_a_killed_reader_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forked child of the killed reader stays alive. Another reader takes over the killed reader's place in the
     ledger.

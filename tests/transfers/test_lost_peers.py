@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from proxyccl.channels.transfers.losses import event_of_losses
 from proxyccl.device.errors import ClosedError
 from proxyccl.transfer import Agent, DisconnectedError, Region, State, Transfer, TransferTimeoutError
 from support.agents import PATHS, Child, child, force_path, serve_memory
@@ -58,6 +60,26 @@ def test_a_peer_killed_before_the_link_opens() -> None:
         lost_soon(lambda: initiator.prepare("read"))
         lost_soon(lambda: initiator.agent.notify("b", b"x"))
         initiator.agent.close()
+
+
+def test_an_error_while_one_agent_unmaps_memory_keeps_no_other_agent_from_it(caplog: pytest.LogCaptureFixture) -> None:
+    unmapped = threading.Event()
+
+    class Tasks:
+        def fail(self) -> None:
+            raise RuntimeError("broken")
+
+        def unmap(self) -> None:
+            unmapped.set()
+
+    tasks = Tasks()
+    event = event_of_losses(tasks.fail)
+    event_of_losses(tasks.unmap)
+    for _ in range(2):
+        os.eventfd_write(event, 1)
+        assert unmapped.wait(SOON)
+        unmapped.clear()
+    assert "broken" in caplog.text
 
 
 @pytest.mark.parametrize("path", PATHS)
