@@ -16,10 +16,10 @@ typedef struct ProxycclStreamOrder {
   int (*query)(void* event);                              /* cuEventQuery, hipEventQuery */
   /* cuStreamGetCaptureInfo_v2, hipStreamGetCaptureInfo_v2; NULL on the host */
   int (*capture_info)(void* stream, int* status, uint64_t* id, void*, void*, void*);
-  int (*exchange_capture_mode)(int* mode);                /* cuThreadExchangeStreamCaptureMode, hip's */
-  int (*current)(uint64_t* context);                      /* cuCtxGetCurrent, hipGetDevice; NULL on the host */
-  int relaxed;                                            /* the capture mode that allows queries of events */
-  uint64_t context;                                       /* the context that the streams and events belong to */
+  int (*exchange_capture_mode)(int* mode); /* cuThreadExchangeStreamCaptureMode, hip's */
+  int (*current)(uint64_t* context);       /* cuCtxGetCurrent, hipGetDevice; NULL on the host */
+  int relaxed;                             /* the capture mode that allows queries of events */
+  uint64_t context;                        /* the context that the streams and events belong to */
 } ProxycclStreamOrder;
 
 /* Whether the streams' context is current, on which the meaning of a default stream's handle depends. */
