@@ -30,7 +30,7 @@ static inline int proxyccl_order_is_current(const ProxycclStreamOrder* self) {
 /* Returns the number of the capture that records the stream's work into a graph; 0 if the stream is not captured. Each
  * capture of the process has a different number. */
 static inline uint64_t proxyccl_stream_capture(const ProxycclStreamOrder* self, uintptr_t stream) {
-  uint64_t id = UINT64_MAX; /* stays the result if the driver knows no number */
+  uint64_t id = UINT64_MAX; /* the result if the driver gives no number */
   int captures = 0;
   if (self->capture_info == NULL) return 0;
   const int status = self->capture_info((void*)stream, &captures, &id, NULL, NULL, NULL);
