@@ -23,8 +23,10 @@ SOURCES = [
     for path in sorted((ROOT / folder).rglob(f"*.{ending}"))
 ]
 
-ASYNCHRONOUS = r"cp\.async|cp\.reduce|st\.async|red\.async|tensormap|fence\.proxy|mbarrier|cuda::(ptx|memcpy_async)"
-"""Names that start or await copies by the asynchronous proxy: TMA, and copies into shared memory."""
+ASYNCHRONOUS = r"cp\.async|cp\.reduce|red\.async|tensormap|fence\.proxy|cuda::(ptx|memcpy_async)"
+"""Names that start copies by the asynchronous proxy: TMA, and copies into shared memory. st.async does not copy,
+because it stores a register, in which the loaded values have arrived.
+"""
 
 OVERLAPPING = r"griddepcontrol|[gG]ridDependency|[pP]rogrammaticLaunch"
 """Names in a kernel that begins before the previous one has ended."""
