@@ -314,6 +314,7 @@ class Loop:
         )
         self.producer = Producer(self.service)
         make = make_peer or FakePeer
+        self._memories = source, destination  # kept, because the fake peers know only their addresses
         self.peers = [make(self.service, source, destination, rank=7 + i, **options) for i in range(peers)]
 
     def __enter__(self) -> Loop:
