@@ -14,7 +14,6 @@ from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.memory.host_copies import Copy, allocate_host, copy_with_host
-from proxyccl.device.memory.machine_memory import free_memory
 from proxyccl.device.runtime import Memory, Runtime
 
 _LEAST_BLOCK = 1 << 20
@@ -165,15 +164,16 @@ class DeviceMemory:
         """Returns the number of bytes of host memory that `save` needs."""
         return sum(nbytes for each in self._chosen for _, nbytes in _kept(each.memory, each.piece, arrays))
 
-    def save(self, *, arrays: bool, of_host: int) -> None:
+    def save(self, *, arrays: bool, of_host: int, left: int) -> None:
         """Copies what must survive `suspend` to host memory. Raises ResourceError if too little host memory is free, or
         can be pinned for the copies.
 
         Args:
             arrays: whether to copy the contents of arrays and of experts' outputs too.
             of_host: the sum of the `saved_bytes` of all ranks, which share the host.
+            left: the bytes that the host had left before any rank began to save.
         """
-        if of_host > (left := free_memory()):  # Linux would kill a process instead of refusing pages
+        if of_host > left:  # Linux would kill a process instead of refusing pages
             raise ResourceError(f"the ranks' contents have {of_host} bytes, and the host has {left} bytes left")
         for each in self._chosen:
             parts = _kept(each.memory, each.piece, arrays)

@@ -46,6 +46,7 @@ from proxyccl.device.errors import (
 )
 from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.memory.handle_cache import HandleCache
+from proxyccl.device.memory.machine_memory import free_memory
 from proxyccl.device.process import forks
 from proxyccl.device.process.interrupts import in_handler
 from proxyccl.device.process.threads import Thread
@@ -484,6 +485,7 @@ class Group:
                 processes = {rank.process.token for rank in self.topology.ranks}
                 refusal, saved = self.device_memory.claim(processes), self.device_memory.saved_bytes(arrays=save)
                 own = _Blocks(forks.here().token, self.device_memory.open_blocks(), refusal, saved)
+                left = free_memory()  # before the exchange, after which ranks allocate memory
                 every = self.exchange.all_gather(own, _BLOCKS, "suspend: all work is done")
                 refusals = [blocks.lack for blocks in every]
                 lacks: list[str] = []
@@ -491,7 +493,8 @@ class Group:
                     self.symmetric.update(wait=True)  # maps all announced memory: suspended memory can't be mapped
                     lack = ""
                     try:
-                        self.device_memory.save(arrays=save, of_host=sum(blocks.saved for blocks in every))
+                        of_host = sum(blocks.saved for blocks in every)
+                        self.device_memory.save(arrays=save, of_host=of_host, left=left)
                     except ResourceError as error:
                         lack = str(error)
                     told = self.exchange.all_gather_bytes(lack.encode(), "suspend: contents are saved")

@@ -30,7 +30,7 @@ typedef struct {
   PyObject* new_output;     /* new_output(tokens): returns a function that makes outputs of this many tokens */
   PyObject* check_desc;     /* check_desc(desc): raises an error if the descriptor can't be combined */
   PyObject* check_output;   /* check_output(desc, out, overlaps): returns the address of `out`, or raises an error */
-  Memory inputs[ARRAYS];    /* the arrays of the call under way */
+  Memory inputs[ARRAYS];    /* the arrays that the call under way reads */
   Py_ssize_t latest_tokens; /* number of tokens of the outputs that form.make_latest makes */
 } Form;
 
@@ -70,7 +70,9 @@ static int find_output(const Form* self, Py_ssize_t tokens, PyObject* out, uintp
 static int overlaps(const Form* self, uintptr_t at, size_t bytes) {
   for (int i = 0; i < ARRAYS; ++i) {
     const Memory* input = &self->inputs[i];
-    if (at < input->at + input->bytes && input->at < at + bytes && !(i >= ADDED && input->at == at)) return 1;
+    if (input->bytes != 0 && at < input->at + input->bytes && input->at < at + bytes &&
+        !(i >= ADDED && input->at == at))
+      return 1;
   }
   return 0;
 }
@@ -154,6 +156,9 @@ static PyObject* receive(SentCall* sent, PyObject* stream, PyObject* out) {
   Form* self = (Form*)sent->form;
   Descriptor* desc = (Descriptor*)sent->desc;
   uintptr_t at = 0;
+  memset(self->inputs, 0, sizeof self->inputs); /* a later call of this form may have set them */
+  self->inputs[ROWS] = (Memory){sent->at[0], (size_t)bytes_of(self, desc->rows)};
+  self->inputs[SLOT_WEIGHTS] = (Memory){sent->at[1], sent->at[2]};
   PyObject* target = take_output(self, desc, out, &at);
   if (target == NULL) return NULL;
   self->call->phases = PROXYCCL_EXPERT_RECEIVE;
@@ -181,7 +186,7 @@ static PyObject* call(PyObject* object, const ListedArray* given, PyObject* cons
   if (!self->halves) arrays.rows = take_output(self, desc, further[1], &at);
   if ((self->halves || arrays.rows != NULL) && fill(self, given, desc, at, &prepared) == 0 &&
       proxyccl_issue(&self->form, prepared, desc, stream, &arrays) == 0) {
-    const uintptr_t at_sent[3] = {given[ROWS].at, given[SLOT_WEIGHTS].at, 0};
+    const uintptr_t at_sent[3] = {given[ROWS].at, given[SLOT_WEIGHTS].at, given[SLOT_WEIGHTS].array.bytes};
     result = self->halves ? proxyccl_sent_call(&self->form, desc, stream, given[ROWS].object, Py_None,
                                                proxyccl_owners(&arrays), at_sent)
                           : Py_NewRef(arrays.rows);

@@ -10,7 +10,8 @@
 typedef struct SentCall {
   PyObject ob_base;
   PyObject *form, *desc, *stream, *rows, *weights, *owners, *recorded;
-  uintptr_t at[3]; /* addresses of a dispatch's rows, scales and weights, or a combine's rows and slot weights */
+  uintptr_t at[3]; /* addresses of a dispatch's rows, scales and weights, or a combine's rows and slot weights and their
+                      bytes */
 } SentCall;
 
 typedef struct LayerForm {

@@ -133,7 +133,7 @@ class Connected:
     def _note(self, error: ArgumentError | CapacityError | CommunicatorError, names: Names) -> None:
         if not isinstance(error, CommunicatorError):
             names.rename(error)
-        elif self._layers is not None:
+        elif self._layers is not None and not self.communicator.closed and self.communicator.group.failure.aborted:
             self._layers.failure_raised = True
 
     @contextlib.contextmanager

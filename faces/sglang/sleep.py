@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from proxyccl.channels.communicator import Communicator
-from proxyccl.device.errors import RuntimeUnavailableError
+from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
 from proxyccl.torch.process_group import ProcessGroupProxyCCL
 from sglang.srt.distributed import parallel_state
 from sglang.srt.runtime_context import get_parallel, get_resources
@@ -22,7 +22,7 @@ def release(original: Callable[[Any, Any], Any], updater: Any, request: Any) -> 
         if not communicator.suspended:
             try:
                 communicator.suspend(save=False, resume_on_call=True)
-            except RuntimeUnavailableError as error:  # the same on all ranks
+            except (ArgumentError, ResourceError, RuntimeUnavailableError) as error:  # on all ranks
                 _logger.warning("a communicator of %d ranks keeps its memory: %s", communicator.world_size, error)
     return answer
 

@@ -519,8 +519,9 @@ static int is_silent(RailsConnection *self, uint32_t number) {
     for (uint64_t i = rail->first; i != rail->last; ++i) bytes += rail->parts[i % PARTS].bytes;
     const uint64_t limit_ns = SILENT_NS + bytes / SLOWEST_BYTES_PER_MS * 1000000;
     if (now - rail->silent_ns < limit_ns || !has_room(&self->rails[other])) return 0;
-    /* Writes the value that the peer's word has already. If the other rail fails, its next poll shows the status. */
-    write_mail(self, other, offsetof(ProxycclRailsMail, down), number, rail->failures);
+    /* Writes a word that only the other rail writes, so that a late write replaces no newer value. If the other rail
+     * fails, its next poll shows the status. */
+    write_mail(self, other, offsetof(ProxycclRailsMail, executed), other, self->rails[other].counted);
     ask(self, &self->rails[other], &rail->asked);
   } else if (word_load(&self->rails[other].finished) >= rail->asked) {
     rail->is_answered = 1;

@@ -23,7 +23,7 @@ from proxyccl import (
     RuntimeUnavailableError,
     SuspendedError,
 )
-from proxyccl.channels import device_memory
+from proxyccl.channels import group
 from proxyccl.channels.pinned_memory import PinnedRange
 from proxyccl.proxy.daemon.choice import ChosenDaemon
 from proxyccl.proxy.daemon.client import DaemonClient
@@ -572,7 +572,7 @@ def test_without_host_memory_for_contents_all_ranks_stay_awake(pinned: bool, mon
     expected = "stays usable; rank 1: nothing can be pinned$"
     if not pinned:
         expected = r"rank 0: the ranks' contents have \d+ bytes, and the host has 7340032 bytes left; rank 1: "
-        monkeypatch.setattr(device_memory, "free_memory", lambda: 7 * MIB)
+        monkeypatch.setattr(group, "free_memory", lambda: 7 * MIB)
     with Ranks(2, suspendable=True) as ranks:
         ranks.run(body)
 
