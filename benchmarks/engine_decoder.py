@@ -136,7 +136,7 @@ CONTENDERS = {
     ),
     "sglang": (*_OURS, Contender("SGLang's own"), Contender("NCCL", custom=False, needs="torch"), _FLASHINFER),
 }
-"""The contenders of each engine, in the order in which they run."""
+"""For each engine, its contenders. They run in this order."""
 
 
 def contenders_of(engine: str, titles: list[str] | None) -> list[Contender]:

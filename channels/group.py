@@ -485,7 +485,7 @@ class Group:
                 processes = {rank.process.token for rank in self.topology.ranks}
                 refusal, saved = self.device_memory.claim(processes), self.device_memory.saved_bytes(arrays=save)
                 own = _Blocks(forks.here().token, self.device_memory.open_blocks(), refusal, saved)
-                left = free_memory()  # before the exchange, after which ranks allocate memory
+                left = free_memory()  # precedes the exchange, because ranks allocate memory after it
                 every = self.exchange.all_gather(own, _BLOCKS, "suspend: all work is done")
                 refusals = [blocks.lack for blocks in every]
                 lacks: list[str] = []

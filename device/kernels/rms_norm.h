@@ -54,7 +54,7 @@ struct RowBlocks<1> {
 // A barrier of the cluster would wait for all earlier stores to global memory, those to peers included. So the numbers
 // themselves complete a barrier of each block. There are two barriers, used in turn: a block that is one meeting ahead
 // uses the other one. No block is two meetings ahead of another, because every block tells a number in each meeting.
-// Warps without `waits` may be further behind.
+// A warp without `waits` may lag by more meetings, because it uses no numbers.
 template <uint32_t kBlocks>
 struct RowBlocks {
   PROXYCCL_DEVICE void start() {

@@ -24,7 +24,7 @@ from proxyccl.proxy.observe.reader import snapshots
 from proxyccl.proxy.transports.table import find_transport
 from proxyccl.tools.top import table_of
 from support.fakes.fabric import FakeFabricPeer
-from support.fakes.verbs import Loop, bytes_of_value, rails_up, wait_with_peer
+from support.fakes.verbs import Loop, bytes_of_value, rails_up, require_done, wait_with_peer
 from support.running import TIMEOUT
 
 PUT, SIGNAL, FLUSH = Operation.DATA, Operation.SIGNAL, Operation.FLUSH
@@ -378,16 +378,7 @@ def test_what_failed_rails_have_not_done_is_done_once_by_the_other(seed: int) ->
                 elif operation & PUT:
                     expected[end : end + size] = own[at : at + size]
                 loop.push(0, operation, size if operation & PUT else 0, channel=channel, **where)
-            tickets = [loop.push(0, FLUSH, channel=channel) for channel in range(2)]
-            wait_with_peer(
-                loop,
-                lambda tickets=tickets: all(peer.flushed(i) > each for i, each in enumerate(tickets)),
-                "the flushes",
-            )
-            assert peer.words.tolist() == signals
-            assert (destination == expected).all()
-            assert (source == own).all()
-            wait_with_peer(loop, lambda: rails_up(loop) == 2, "both rails")
+            require_done(loop, peer, signals, ((destination, expected), (source, own)), 2)
         assert peer.peer_mail.up.sum() >= 4, "a rail failed in each round"
 
 

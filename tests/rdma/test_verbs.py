@@ -55,6 +55,7 @@ from support.fakes.verbs import (
     Producer,
     bytes_of_value,
     rails_up,
+    require_done,
     verbs_options,
     wait_with_peer,
 )
@@ -250,16 +251,7 @@ def test_what_failed_rails_have_not_done_is_done_once_by_the_others(seed: int, r
                     expected[end : end + size] = own[start : start + size]
                 loop.push(0, operation, size, channel=channel, **where)
                 signals[channel] += bool(operation & SIGNAL)
-            tickets = [loop.push(0, FLUSH, channel=channel) for channel in range(2)]
-            wait_with_peer(
-                loop,
-                lambda tickets=tickets: all(peer.flushed(i) > each for i, each in enumerate(tickets)),
-                "the flushes",
-            )
-            assert peer.words.tolist() == signals
-            assert (destination == expected).all()
-            assert (source == own).all()
-            wait_with_peer(loop, lambda: rails_up(loop) == rails, "all rails")
+            require_done(loop, peer, signals, ((destination, expected), (source, own)), rails)
         assert peer.peer_mail.up.sum() >= 4, "a rail failed in each round"
         words = range(peer.words.ctypes.data, peer.words.ctypes.data + peer.words.nbytes)
         for word in words[::8]:

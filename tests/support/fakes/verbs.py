@@ -376,3 +376,14 @@ def wait_with_peer(loop: Loop, condition: Callable[[], bool], what: str) -> None
         return condition()
 
     loop.wait(answered, what)
+
+
+def require_done(loop: Loop, peer: Any, signals: list[int], equal: Sequence[tuple[Any, Any]], rails: int) -> None:
+    """Flushes both channels of a loop with one peer, and asserts that the peer's words have the values `signals`, and
+    that the pairs of arrays are equal. Then waits until all rails are up.
+    """
+    tickets = [loop.push(0, Operation.FLUSH, channel=channel) for channel in range(2)]
+    wait_with_peer(loop, lambda: all(peer.flushed(i) > each for i, each in enumerate(tickets)), "the flushes")
+    assert peer.words.tolist() == signals
+    assert all((a == b).all() for a, b in equal)
+    wait_with_peer(loop, lambda: rails_up(loop) == rails, "all rails")
