@@ -401,7 +401,7 @@ class SymmetricMemory:
     def own_memory(self, announced: Announced) -> int:
         """Returns the id, in this rank's proxy, of the first 4 GiB of this rank's range. Raises ResourceError if no ids
         are left."""
-        with self._mapping:
+        with self._lock:
             if announced.proxy_memory is None:
                 if self._proxy is None:
                     raise RuntimeError("serve was not called")
