@@ -1,6 +1,6 @@
 """Checks the dependencies between C files: no file depends on a top-level folder above its own (see ROOMS), each quoted
-include names a file of these folders, headers don't include each other in a cycle, and sources don't call each other in
-a cycle.
+include names a file of these folders, only the kernels' headers (device/include) include a header of CUDA, HIP or MPI,
+headers don't include each other in a cycle, and sources don't call each other in a cycle.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _DEFINED = re.compile(r"^(static )?(?!typedef|#)\w[\w *]*?\b(\w+)\((?:[^;{}()]|\([^()]*\))*\) \{", re.MULTILINE)
 _CALLED = re.compile(r"\b(\w+)\(")
 _INCLUDED = re.compile(r'# *include "([^"]+)"')
+_VENDORS = re.compile(r"# *include <((?:cuda|hip|mpi)[^>]*)>")
 _HEADERS, _SOURCES = {".h", ".hpp"}, {".c", ".cpp"}
 
 
@@ -42,6 +43,8 @@ def main() -> None:
         called = {*_CALLED.findall(text)} - {name for _, name in defined[path]} if path in defined else set()
         headers = {name: included(path, name, texts) for name in _INCLUDED.findall(text)}
         wrong += [f"{path} includes {name}, which is in no room" for name, found in headers.items() if not found]
+        if ROOT / "device" / "include" not in path.parents:
+            wrong += [f"{path} includes {name}" for name in _VENDORS.findall(text)]
         uses[path] = {owner[name] for name in called & owner.keys()}.union(*headers.values())
     level = {path: ROOMS.index(path.relative_to(ROOT).parts[0]) for path in paths}
     wrong += [f"{path} uses {each}" for path in paths for each in uses[path] if level[each] > level[path]]

@@ -48,7 +48,7 @@ _CONNECTIONS: tuple[_Family, ...] = (
     ("connection_outstanding_triggers", "Triggers and sends not yet complete.", lambda c: c.outstanding),
     ("connection_errors_total", "Failures.", lambda c: c.errors),
     ("connection_rails_up", "Network adapters in use; 0 for a connection without rails.", lambda c: c.rails_up),
-    ("connection_rail_failures_total", "Failures of one of the RDMA adapters.", lambda c: c.rail_failures),
+    ("connection_rail_failures_total", "Failures of network adapters or their links.", lambda c: c.rail_failures),
 )
 _CHANNELS: tuple[_Family, ...] = (
     ("channel_triggers_total", "Triggers acted on.", lambda c: c.triggers),
