@@ -6,7 +6,6 @@ import atexit
 import itertools
 import os
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -251,7 +250,6 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
                 calls.
             opts_override: torch's options, of which only the time-out is used; None keeps this group's time-out.
         """
-        global _default  # noqa: PLW0603  torch has one default group
         if shrink_flags:
             self.abort()
         timeout = getattr(opts_override, "_timeout", None) or self._timeout
@@ -260,10 +258,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         with torch_errors():
             endpoints = self.endpoints.shrink(store, excluded, timeout.total_seconds())
         number = self._rank - sum(rank < self._rank for rank in excluded)
-        shrunk = ProcessGroupProxyCCL(store, number, self._size - len(excluded), timeout, endpoints=endpoints)
-        if _default is not None and _default() is self:
-            _default = weakref.ref(shrunk)
-        return shrunk
+        return ProcessGroupProxyCCL(store, number, self._size - len(excluded), timeout, endpoints=endpoints)
 
     # -- memory that calls use in place, like registered memory ---
 
@@ -383,25 +378,28 @@ def _end_meetings() -> None:
         group.calls.threads.await_meetings(deadline)
 
 
-_default: weakref.ref[ProcessGroupProxyCCL] | None = None
+def _default_group() -> ProcessGroupProxyCCL | None:
+    """Returns torch's default group; None if it does not exist, or is of other backends."""
+    world: Any = dist.GroupMember.WORLD
+    of_devices = [] if world is None else [world._get_backend(device) for device in world._device_types]
+    return next((each for each in of_devices if isinstance(each, ProcessGroupProxyCCL)), None)
 
 
 def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
-    """Makes a group for torch. For the default group, which torch makes first, torch passes no list of ranks.
-    `own_options` are the program's `pg_options`, possibly another backend's options.
+    """Makes a group for torch. Torch passes no list of ranks for the default group, and programs pass none for groups
+    of other ranks than the default group's, such as a trainer's and its servers'. `own_options` are the program's
+    `pg_options`, possibly another backend's options.
     """
-    global _default  # noqa: PLW0603  torch has one default group
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     if not IS_BACKEND:
         _await_other_backends(store, rank, size, timeout)
     members = list(options.global_ranks_in_group)
-    whole = None if _default is None or not members else _default()
+    whole = _default_group() if members else None
     settings = getattr(own_options, "settings", Settings())
     group = ProcessGroupProxyCCL(store, rank, size, timeout, whole=whole, members=members, settings=settings)
     group.calls.group_name = options.group_id
     if not members:
         compile_early(rank, size)
-        _default = weakref.ref(group)
     return group
 
 

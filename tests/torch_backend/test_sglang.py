@@ -20,13 +20,13 @@ PROGRAM = Path(__file__).parent / "programs" / "weight_group.py"
 
 
 @pytest.mark.host_only(reason="the program's tensors are the host's")
-def test_a_trainer_broadcasts_weights_to_a_server(tmp_path: Path) -> None:
+def test_a_trainer_broadcasts_weights_to_servers(tmp_path: Path) -> None:
     def run(rank: int) -> str:
         done = run_alone(PROGRAM, str(tmp_path / "store"), str(rank), env={"PROXYCCL_RUNTIME": "host"})
         return done.stdout + done.stderr * bool(done.returncode)
 
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(run, range(2))) == ["received\n"] * 2
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(run, range(3))) == ["received\n"] * 3
 
 
 def test_the_switch_is_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
