@@ -269,8 +269,10 @@ class Endpoints:
         """
         splittable = None if whole is None else whole.made_of_all(device)
         suspendable = self.settings.suspendable
-        if splittable is not None and suspendable not in (None, splittable.group.device_memory.suspendable):
-            splittable = None  # a split communicator has its parent's setting
+        if splittable is not None and (
+            splittable.suspended or suspendable not in (None, splittable.group.device_memory.suspendable)
+        ):
+            splittable = None  # a split communicator has its parent's memory and its setting of `suspendable`
         with self.transferring(peer):
             answer = b"" if splittable is None else b"1"
             splits = whole is not None and all(bootstrap.all_gather(answer, seconds, self._require_open))

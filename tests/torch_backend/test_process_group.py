@@ -948,6 +948,8 @@ def test_a_group_gives_its_memory_back_and_takes_it_again(monkeypatch: pytest.Mo
         assert group.memory_stats() == {**stats, "suspended": 1}
         with pytest.raises(RuntimeError, match="suspended"):
             all_reduced(group, torch.ones(3))
+        part = group.split(group.get_group_store(), list(range(RANKS)), None)
+        assert all_reduced(part, torch.ones(3)).eq(RANKS).all()
         group.resume()
         assert group.memory_stats() == stats
         assert all_reduced(group, torch.ones(1 << 20)).eq(RANKS).all()
