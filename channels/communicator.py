@@ -749,7 +749,8 @@ class Communicator(CollectiveCalls):
 
         Args:
             save: whether to keep the contents of `empty` arrays and of experts' outputs, in host memory. If False,
-                their contents are undefined after `resume`. The same on all ranks.
+                their contents are undefined after `resume`, except while a call of an expert layer in two halves is
+                pending. The same on all ranks.
             resume_on_call: whether collectives and the calls of expert layers first resume the communicator, with the
                 errors of `resume`. Other ranks may meanwhile make the same call or call `resume`. All other calls still
                 raise SuspendedError: captured calls, transfers between pairs of ranks, calls of windows, and calls that

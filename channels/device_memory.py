@@ -46,9 +46,9 @@ class _Piece(Struct, eq=False):
 
     purpose: MemoryPurpose
     block: bool  # whether the runtime can suspend the memory
-    # The parts that kernels need after they were suspended, even if the contents of arrays are dropped; None for the
-    # whole allocation.
-    control: Ranges | None
+    # Returns the parts that kernels need after they were suspended, even if the contents of arrays are dropped, or None
+    # for the whole allocation; None stands for a function that returns None.
+    control: Callable[[], Ranges | None] | None
 
 
 class _Chosen(Struct, eq=False):
@@ -81,11 +81,14 @@ class DeviceMemory:
         self._chosen: list[_Chosen] = []
         self._suspended = False
 
-    def allocate(self, nbytes: int, purpose: MemoryPurpose, control: Ranges | None = None) -> Memory:
+    def allocate(
+        self, nbytes: int, purpose: MemoryPurpose, control: Callable[[], Ranges | None] | None = None
+    ) -> Memory:
         """Allocates zeroed device memory that peers can map.
 
         Args:
-            control: the parts that `suspend` must keep even if it drops the contents of arrays; None for all.
+            control: returns the parts that `suspend` must keep even if it drops the contents of arrays, or None for
+                all parts. If `control` is None, `suspend` keeps all parts.
 
         Raises:
             ResourceError: too little memory is left.
@@ -219,4 +222,5 @@ def _address(part: mmap.mmap) -> int:
 def _kept(memory: Memory, piece: _Piece, arrays: bool) -> Ranges:
     if piece.purpose in _DEAD or (piece.purpose == "arrays" and not arrays):
         return ()
-    return [(0, memory.nbytes)] if arrays or piece.control is None else piece.control
+    parts = None if arrays or piece.control is None else piece.control()
+    return [(0, memory.nbytes)] if parts is None else parts

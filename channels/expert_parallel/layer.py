@@ -207,7 +207,9 @@ class EPAll2AllLayer:
         number = members.agree_on(compared or options.compared, name)
         options = agree_on_placement(members.group, options)
         ctx = DispatchCombineContext(members, options, number)
-        self._take(LayerParts(ctx, options, *names), UnderWay("dispatch"), UnderWay("combine"))
+        dispatching, combining = UnderWay("dispatch"), UnderWay("combine")
+        ctx.workspace.in_halves = lambda: dispatching.call is not None or combining.call is not None
+        self._take(LayerParts(ctx, options, *names), dispatching, combining)
 
     def _take(self, parts: LayerParts, dispatching: UnderWay, combining: UnderWay) -> None:
         options, self.ctx = parts.options, parts.ctx

@@ -397,6 +397,27 @@ def test_layers_of_experts_work_after_their_communicator_was_suspended(save: boo
         ranks.run(body)
 
 
+@pytest.mark.parametrize("save", [True, False])
+def test_second_halves_of_layers_work_after_their_communicator_was_suspended(save: bool) -> None:
+    def body(comm: Communicator) -> None:
+        ranks, tokens, hidden = comm.world_size, 256, 1024
+        layer = EPAll2AllLayer(comm, tokens, hidden, 1, comm.rank, 2 * ranks, ranks, ranks, dtype="float32")
+        given = on_device(comm, np.random.default_rng(comm.rank).standard_normal((tokens, hidden)).astype(np.float32))
+        ids = on_device(comm, (np.arange(tokens, dtype=np.int32) % (2 * ranks))[:, None])
+        sent = layer.dispatch_send(given, ids)
+        comm.suspend(save=save)
+        comm.resume()
+        rows, _, desc = layer.dispatch_recv(sent)
+        combining = layer.combine_send(rows, desc)
+        comm.suspend(save=save)
+        comm.resume()
+        assert np.array_equal(on_host(layer.combine_recv(combining)), on_host(given))
+        layer.finalize()
+
+    with Ranks(2, suspendable=True) as ranks:
+        ranks.run(body)
+
+
 @pytest.mark.parametrize("nbytes", [MIB, (20 << 20) + 3])
 def test_arrays_keep_their_contents(nbytes: int) -> None:
     def body(comm: Communicator) -> None:
