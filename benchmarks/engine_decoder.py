@@ -50,7 +50,6 @@ from proxyccl.tools.results import Fields, machine, versions, write_json
 from proxyccl.tools.tables import Column, Table
 
 _RANK = Path(__file__).with_name("engine_decoder_rank.py")
-_JOB_SECONDS = 400.0
 _MOST_DIFFERENCE = 0.1
 """The greatest difference of logits between contenders, as a part of the greatest logit: roundings of bfloat16."""
 
@@ -121,8 +120,15 @@ class Contender:
     @property
     def environment(self) -> dict[str, str]:
         """The environment variables, which switch the plug-ins of both engines on or off."""
-        plugins = "proxyccl_platform" if self.plug_in else ""
-        return {**os.environ, "VLLM_PLUGINS": plugins, "PROXYCCL_SGLANG": str(int(self.plug_in))}
+        return {
+            **os.environ,
+            "VLLM_PLUGINS": "proxyccl_platform" if self.plug_in else "",
+            "VLLM_NO_USAGE_STATS": "1",
+            "PROXYCCL_SGLANG": str(int(self.plug_in)),
+            # As in vLLM's default, the driver says whether GPUs reach each other. SGLang would try each pair of GPUs in
+            # processes that import SGLang once more, and a rank waits for them without a bound.
+            "SGLANG_SKIP_P2P_CHECK": "1",
+        }
 
 
 _OURS = (Contender("ProxyCCL", plug_in=True, fused=True), Contender("ProxyCCL, norms apart", plug_in=True))
@@ -166,23 +172,24 @@ def contenders_of(engine: str, titles: list[str] | None) -> list[Contender]:
     return chosen
 
 
-def run(engine: str, contender: Contender, ranks: int, model: Model, batches: list[int], repeats: int) -> list[Fields]:
-    """Runs a job. Returns each rank's results: `seconds` and `logits` by batch, and facts.
+def run(contender: Contender, ranks: int, model: Model, seconds: int, asked: Fields) -> list[Fields]:
+    """Runs a job of at most `seconds`. Returns each rank's results: `seconds` and `logits` by batch, and facts.
 
     Raises:
         SystemExit: the job failed, did not end in time, or did not use the contender's communicators.
     """
     with tempfile.TemporaryDirectory() as folder:
-        asked = {"engine": engine, "model": asdict(model), "batches": batches, "repeats": repeats, **contender.options}
+        asked = {**asked, "model": asdict(model), "dump_after": 0.8 * seconds, **contender.options}
         Path(folder, "config.json").write_text(json.dumps(config_of(model)))
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = [*launcher, os.fspath(_RANK), json.dumps(asked), folder]
-        environment = {**contender.environment, "VLLM_NO_USAGE_STATS": "1"}
-        output_of(contender.title, command, environment, _JOB_SECONDS)
+        output_of(contender.title, command, contender.environment, seconds)
         found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
-    backend = found[0]["facts"]["backend"]
-    if (backend == "proxyccl") != contender.plug_in:
-        raise SystemExit(f"{contender.title}: the groups' backend is {backend}; is the plug-in installed?")
+    facts = found[0]["facts"]
+    if (facts["backend"] == "proxyccl") != contender.plug_in:
+        raise SystemExit(f"{contender.title}: the groups' backend is {facts['backend']}; is the plug-in installed?")
+    if contender.custom and not contender.plug_in and facts["device"] != "cpu" and not facts["own all_reduce"]:
+        raise SystemExit(f"{contender.title}: the engine does not use its own all_reduce")
     return found
 
 
@@ -200,6 +207,7 @@ def main() -> int:
     parser.add_argument("--engine", choices=[*CONTENDERS], required=True, help="the inference engine")
     parser.add_argument("-n", "--ranks", type=options.count, default=2, help="number of ranks (default %(default)s)")
     parser.add_argument("--batches", type=options.count, nargs="+", default=[1, 8, 64, 256], help="sequences")
+    parser.add_argument("--job-seconds", type=options.count, default=400, help="limit of a job (default %(default)s)")
     parser.add_argument("--small", action="store_true", help="a small decoder, for CPUs")
     parser.add_argument("--contenders", nargs="+", help="titles, in order (default: all)")
     parsed = parser.parse_args()
@@ -212,10 +220,11 @@ def main() -> int:
     table = Table((Column("batch", "", 6), *(Column(each.title, "(ms)", 24, ".3f") for each in chosen)))
     seconds: dict[str, dict[str, list[float]]] = {each.title: {} for each in chosen}
     first: dict[str, Fields] = {}
+    asked = {"engine": parsed.engine, "batches": parsed.batches, "repeats": 5 if parsed.quick else 20}
     end = time.monotonic() + parsed.seconds
     while not first or (not parsed.quick and time.monotonic() < end):
         for contender in chosen:
-            of_ranks = run(parsed.engine, contender, parsed.ranks, model, parsed.batches, 5 if parsed.quick else 20)
+            of_ranks = run(contender, parsed.ranks, model, parsed.job_seconds, asked)
             first.setdefault(contender.title, of_ranks[0])
             require_alike(of_ranks[0], first[chosen[0].title], contender.title)
             for batch in of_ranks[0]["seconds"]:

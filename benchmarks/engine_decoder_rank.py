@@ -6,6 +6,7 @@ choices. FOLDER/config.json describes the model, which vLLM's own fusion of norm
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -24,6 +25,7 @@ EPS = 1e-5
 STEPS = 20
 """Steps that one measurement has."""
 
+faulthandler.dump_traceback_later(ASKED["dump_after"], exit=True)
 engine: Any = importlib.import_module(f"engine_{ASKED['engine']}")
 linear, activation, vocabulary = (  # both engines give these modules and their classes the same names
     importlib.import_module(f"{engine.LAYERS}.{name}") for name in ("linear", "activation", "vocab_parallel_embedding")
@@ -121,6 +123,11 @@ def seconds_of(group: Any, step: Callable[[], object], repeats: int) -> float:
     return statistics.median(found)
 
 
+def note(stage: str) -> None:
+    """Prints a stage that the rank has reached. The output is shown if the job fails."""
+    print(f"rank {os.environ['RANK']}, {time.strftime('%H:%M:%S')}: {stage}", flush=True)
+
+
 def measured(group: Any, device: torch.device, batch: int) -> tuple[float, list[float], int]:
     """Returns the seconds of a step for a batch, logits of the first step, and the number of joined norms."""
     model, repeats = ASKED["model"], ASKED["repeats"]
@@ -136,14 +143,17 @@ def measured(group: Any, device: torch.device, batch: int) -> tuple[float, list[
     with torch.no_grad():
         logits = [float(each) for each in step()[0, :64]]
         step()
+        note(f"two steps of batch {batch}")
         if not ON_GPU:
             return seconds_of(group, step, repeats), logits, joined()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with engine.graph_capture(device) as context, torch.cuda.graph(graph, stream=context.stream):
             step()
+        note("captured")
         graph.replay()
         torch.cuda.synchronize()
+        note("replayed")
         seconds = seconds_of(group, graph.replay, repeats)
         del graph
     return seconds, logits, joined()
@@ -155,7 +165,9 @@ def main() -> None:
         torch.cuda.set_device(device)
     torch.set_default_dtype(torch.bfloat16)
     found: dict[str, Any] = {"seconds": {}, "logits": {}}
+    note("imported")
     with engine.groups(ASKED, sys.argv[2], device) as group:
+        note("groups")
         found["facts"] = {
             **engine.facts(group),
             "backend": torch.distributed.get_backend(group.device_group),
@@ -166,7 +178,7 @@ def main() -> None:
             seconds, logits, joined = measured(group, device, batch)
             found["seconds"][str(batch)], found["logits"][str(batch)] = seconds, logits
             found["facts"]["joined norms"] = joined
-    Path(sys.argv[2], f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+        Path(sys.argv[2], f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

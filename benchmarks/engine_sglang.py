@@ -93,10 +93,12 @@ def groups(asked: Any, _: str, device: torch.device) -> Iterator[Any]:
 
 def facts(group: Any) -> dict[str, Any]:
     """Returns SGLang's version and choices, among them the class that adds short messages."""
-    in_use = [each for each in (group.ca_comm, group.pynccl_comm) if each is not None and not each.disabled]
+    own = group.ca_comm
+    in_use = [each for each in (own, group.pynccl_comm) if each is not None and not each.disabled]
     return {
         "sglang": sglang.version.__version__,
         "communicator": type(in_use[0]).__name__ if in_use else "none",
+        "own all_reduce": type(own).__module__.startswith("sglang.") and not own.disabled,
         "own kernels": _OWN_KERNELS,
     }
 

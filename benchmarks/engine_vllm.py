@@ -75,10 +75,12 @@ def groups(asked: Any, folder: str, device: torch.device) -> Iterator[Any]:
 
 def facts(group: Any) -> dict[str, Any]:
     """Returns vLLM's version and choices."""
+    own = getattr(group.device_communicator, "ca_comm", None)
     return {
         "vllm": vllm.__version__,
         "platform": type(current_platform).__name__,
         "communicator": type(group.device_communicator).__name__,
+        "own all_reduce": own is not None and not own.disabled,
     }
 
 

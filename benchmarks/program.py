@@ -17,6 +17,7 @@ from proxyccl.tools.results import Fields, machine, versions
 
 RESULT, FACTS = "RESULT ", "FACTS "
 """The beginnings of a rank's lines that `programs.py` reads: a row, and the facts about the job."""
+_ENDING_SECONDS = 3.0
 _SHOWN_CHARACTERS = 20_000  # number of characters that are shown of a failed command's output
 
 
@@ -35,7 +36,8 @@ def end_if_it_hangs(seconds: float) -> None:
 
 
 def output_of(title: str, command: Sequence[str], environment: Mapping[str, str], seconds: float) -> str:
-    """Runs a command, and returns its output, errors included. Processes that the command started end with the command.
+    """Runs a command, and returns its output, errors included. Processes that the command started end with the command,
+    also if SIGTERM or SIGINT ends this program meanwhile.
 
     Args:
         title: the name of the command in messages.
@@ -46,6 +48,7 @@ def output_of(title: str, command: Sequence[str], environment: Mapping[str, str]
     Raises:
         SystemExit: the command failed, or did not end in time; the message contains the end of the output.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with subprocess.Popen(
         command,
         env=environment,
@@ -56,10 +59,15 @@ def output_of(title: str, command: Sequence[str], environment: Mapping[str, str]
     ) as job:
         try:
             output, _ = job.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            output, _ = job.communicate()
-            raise SystemExit(f"{title}: not done within {seconds:g} s\n{output[-_SHOWN_CHARACTERS:]}") from None
+        except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+            os.killpg(job.pid, signal.SIGTERM)  # torchrun then ends its ranks, which are not of its process group
+            try:
+                output, _ = job.communicate(timeout=_ENDING_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(job.pid, signal.SIGKILL)
+                output, _ = job.communicate()
+            ended = "interrupted" if isinstance(error, KeyboardInterrupt) else f"not done within {seconds:g} s"
+            raise SystemExit(f"{title}: {ended}\n{output[-_SHOWN_CHARACTERS:]}") from None
     if job.returncode:
         raise SystemExit(f"{title}: status {job.returncode}\n{output[-_SHOWN_CHARACTERS:]}")
     return output
