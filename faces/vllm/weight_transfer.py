@@ -149,9 +149,9 @@ class ProxyCCLWeightTransferEngine(
 
     def shutdown(self) -> None:
         """Disconnects from the trainer, and frees the staging buffer."""
-        if self._target is not None and self._agent is not None:
-            self._target.close()
-            self._agent.close()
+        for each in (self._target, self._agent):
+            if each is not None:
+                each.close()
         self._target, self._agent, self._groups = None, None, []
 
 

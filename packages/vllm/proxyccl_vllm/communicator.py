@@ -13,7 +13,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 from vllm.logger import init_logger
 
-from proxyccl import ArgumentError, RuntimeUnavailableError
+from proxyccl import ArgumentError, ResourceError, RuntimeUnavailableError
 from proxyccl.torch import communicator_of
 
 logger = init_logger("vllm.proxyccl")  # vLLM shows the messages of its own loggers alone
@@ -66,11 +66,14 @@ class ProxyCCLCommunicator(CudaCommunicator):  # type: ignore[misc]
 
     def suspend(self) -> None:
         """Gives the group's device memory back until `resume`. All ranks call this together. If the group can't be
-        suspended, as a group of several hosts, logs a warning and keeps the memory.
+        suspended, such as a group of several hosts, or too little host memory is left, logs a warning and keeps the
+        memory.
         """
         try:
             self.device_group._get_backend(self.device).suspend()
-        except RuntimeUnavailableError as error:
+        except (ArgumentError, RuntimeUnavailableError, dist.DistBackendError) as error:  # on all ranks
+            if isinstance(error, dist.DistBackendError) and not isinstance(error.__cause__, ResourceError):
+                raise
             logger.warning("The group '%s' keeps its memory: %s", self.unique_name, error)
 
     def resume(self) -> None:
