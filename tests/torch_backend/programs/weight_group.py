@@ -1,5 +1,5 @@
-"""Broadcasts weights from a trainer (rank 0) to two servers (ranks 1 and 2), which have another default group, with other
-numbers. The servers then make a group of their own numbers.
+"""Broadcasts weights from a trainer (rank 0) to two servers (ranks 1 and 2), which have another default group, with
+other numbers. The servers then make a group of their own numbers.
 
 python weight_group.py STORE RANK
 
