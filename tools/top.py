@@ -78,7 +78,8 @@ def _values(channels: Sequence[ChannelRates], errors: int) -> tuple[object, ...]
 def _row(channel: ChannelRates) -> tuple[object, ...]:
     to = channel.transport if channel.peer is None else f"{channel.peer} {channel.transport}"
     if channel.rails:
-        to += f", {channel.rails_up} of {channel.rails} rails"
+        failures = f" (failures: {channel.rail_failures})" if channel.rail_failures else ""
+        to += f", {channel.rails_up} of {channel.rails} rails{failures}"
     return ("", str(channel.id), to, *_values([channel], channel.errors + channel.connection_errors), "", "", "")
 
 

@@ -419,7 +419,7 @@ def test_a_rail_that_is_back_is_used_again(
             assert (destination == source).all()
         assert (failing.counts.requests, rails_up(loop)) == (2, 1)
         loop.wait(lambda: rails_observed() == ["1", "1"], "the report to observers")
-        assert "7 verbs, 1 of 2 rails" in table_of(watch.rates())
+        assert "7 verbs, 1 of 2 rails (failures: 1)" in table_of(watch.rates())
         failing.fail_request(failing.counts.requests + 1, RETRY_EXC_ERR)
         peer.port = lambda: True
         loop.wait(lambda: bool(peer.peer_mail.up[1]), "the message that the rail is connected")
