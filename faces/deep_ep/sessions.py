@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from proxyccl.channels.collectives.range_gathers import RangeGathers
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.geometry import aligned
@@ -31,7 +30,6 @@ class SessionCalls(ElasticBase):
 
     _gathered: RegisteredMemory | None = None  # the memory of the results
     _bytes: torch.Tensor | None = None  # a view of that memory as a tensor of bytes
-    _ranges: RangeGathers | None = None  # gathers several tensors with one schedule
     _most_session_bytes = _most_gathers = 0
     _session = 0
     _in_session = False
@@ -90,7 +88,6 @@ class SessionCalls(ElasticBase):
             array = self.communicator.empty(nbytes, "uint8")
             self._gathered = self.communicator.register(array)
             self._bytes = torch.from_dlpack(array)
-            self._ranges = RangeGathers(self.communicator.collectives, array.view())
         self._most_session_bytes, self._most_gathers = nbytes, most
 
     def create_agrs_session(self) -> None:
@@ -179,35 +176,24 @@ class SessionCalls(ElasticBase):
             self._stream.wait_stream(current)
         results = []
         with torch.no_grad(), contextlib.nullcontext() if current is None else torch.cuda.stream(self._stream):
-            for each, begin in zip(flat, places, strict=True):
-                self._place(each, begin)
-            self._gather([(begin, len(each)) for each, begin in zip(flat, places, strict=True)])
             for tensor, each, begin in zip(given, flat, places, strict=True):
+                own = self._placed(each, begin)
                 whole = self._part(begin, self.num_ranks * len(each))
+                if len(each):
+                    self.communicator.all_gather(own, out=whole, algorithm="proxy", stream=self._stream)
                 results.append(whole.view(tensor.dtype).view(self.num_ranks, *tensor.shape))
         last = places[-1] + self.num_ranks * len(flat[-1])
         self._offset, self._gathers = aligned(last, _ALIGNMENT), self._gathers + 1
         return *results, self._handle(current)
 
-    def _place(self, mine: torch.Tensor, begin: int) -> None:
+    def _placed(self, mine: torch.Tensor, begin: int) -> torch.Tensor:
+        """Copies a tensor to this rank's part of a result, and returns the part."""
         own = self._part(begin + self.rank_idx * len(mine), len(mine))
         if len(mine) and mine.data_ptr() != own.data_ptr():
             own.copy_(mine)
             if self._stream is not None and not torch.cuda.is_current_stream_capturing():
                 mine.record_stream(self._stream)
-
-    def _gather(self, results: Sequence[tuple[int, int]]) -> None:
-        """Gathers results in place on the buffer's stream. `results` has for each result an (offset, bytes per rank)
-        pair.
-        """
-        if len(results) > 1 and self._ranges is not None and self._ranges.are_possible:
-            self._ranges.gather(results, self._stream)
-            return
-        for begin, nbytes in results:
-            if nbytes:
-                own = self._part(begin + self.rank_idx * nbytes, nbytes)
-                whole = self._part(begin, self.num_ranks * nbytes)
-                self.communicator.all_gather(own, out=whole, algorithm="proxy", stream=self._stream)
+        return own
 
     def _handle(self, current: Any) -> Handle:
         session, event = self._session, None
@@ -274,7 +260,7 @@ class SessionCalls(ElasticBase):
         return self._bytes[begin : begin + nbytes]
 
     def _close_sessions(self) -> None:
-        gathered, self._gathered, self._bytes, self._ranges = self._gathered, None, None, None
+        gathered, self._gathered, self._bytes = self._gathered, None, None
         self._in_session = False
         if gathered is not None and not self.communicator.closed:  # closing ended the registration
             self.communicator.deregister(gathered)
