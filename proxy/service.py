@@ -1,7 +1,7 @@
 """The proxy service: rings, the workers that drain the rings, and tables of the ids that triggers name.
 
 A service runs in a rank's process with its own threads, or in the node daemon on shared threads. This module does not
-know about ranks or collectives.
+know about collectives.
 """
 
 from __future__ import annotations
