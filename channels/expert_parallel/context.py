@@ -159,6 +159,8 @@ class DispatchCombineContext:
         if self.closed:
             return
         self.closed = True
+        if self.places is not None:
+            self.places.end_move()
         group = self.group
         if group.failure.usable:
             if not group.failure.suspended:  # `suspend` has ended all ranks' work

@@ -338,29 +338,53 @@ class EPAll2AllLayer:
         places = self.ctx.places
         return None if places is None else places.placement
 
-    def place(self, placement: Sequence[int]) -> None:
+    def place(self, placement: Sequence[int], weights: Sequence[Any] | None = None) -> bool:
         """Changes the placement of a layer that was made with one. All ranks call this together, between a `combine`
-        and the next `dispatch`. The call waits for the work that is queued on this rank's device.
+        and the next `dispatch`, with the same placement.
 
-        Before the call, each rank's new places must hold the weights of their experts. When the call returns, no rank
-        sends tokens to the former places, whose weights may then be overwritten. Captured graphs use the new
-        placement from their next launch on. If a rank is lost during the call, `shrink` returns a layer in which all
-        ranks have the same placement, the former or the new placement, and no weights that this layer uses have been
-        overwritten.
+        Without `weights`, each rank's new places must hold the weights of their experts before the call. When the call
+        returns, no rank sends tokens to the former places, whose weights may then be overwritten. The call waits for
+        the work that is queued on this rank's device.
+
+        With `weights`, the call moves the weights too, while the ranks continue with the former placement: the ranks
+        repeat the call, in every step or in every n-th step, until it returns True on all of them. The first call waits
+        for the work that is queued on this rank's device, starts to read the weights of new experts from the nearest
+        ranks that have them, and returns False. Later calls only exchange a few bytes with the other ranks, until all
+        weights have arrived. The call that returns True again waits for the queued work.
+
+        - Weights for empty places are written directly, and those for places in use to buffers. A rank's buffers have
+          the size of its places in use that get another expert; to need less memory, move fewer places at a time.
+        - Until True is returned, the program must not change weights of places in use, nor free the arrays.
+        - A call with another placement ends the move and starts another one; a call without `weights` only ends it. So
+          do `finalize`, `shrink` and `grow` of this layer, and an error. The former placement then stays valid, but the
+          weights of empty places are undefined. To repeat the move, call `place` again, after `shrink` of the new layer.
+
+        Captured graphs use the new placement from their next launch on. If a rank is lost during the call, `shrink`
+        returns a layer in which all ranks have the same placement, the former or the new placement, and the weights of
+        that placement.
 
         Args:
-            placement: as for the constructor, with the same number of experts; the same on all ranks.
+            placement: as for the constructor, with the same number of experts.
+            weights: this rank's weights of experts, such as w13, w2 and their scales: contiguous arrays or tensors in
+                host or device memory, whose first dimension is this rank's places. All ranks pass arrays of the same
+                sizes in the same order, and the same arrays in each call of a move.
+
+        Returns:
+            Whether the placement has changed; the same on all ranks.
 
         Raises:
-            ArgumentError: `placement` is wrong or differs between ranks, and no rank has changed its placement; or the
-                layer was made without a placement, or a call in two halves is under way.
+            ArgumentError: an argument is wrong or differs between ranks, or no remaining rank has the weights of an
+                expert; or the layer was made without a placement, or a call in two halves is under way. No rank has
+                changed its placement.
+            TransferError: another rank could not move its weights. No rank has changed its placement. The rank itself
+                raises its own error, such as ResourceError, FreedMemoryError or DisconnectedError.
             CommunicatorError: a peer failed; see its subclasses.
         """
         self._end_earlier(self.dispatching)
         self._end_earlier(self.combining)
         if self.placement is None or self.ctx.places is None:
             raise ArgumentError("placement", "the layer was made without one; pass `placement` to EPAll2AllLayer")
-        self.ctx.places.place(placement)
+        return self.ctx.places.place(placement, weights)
 
     @property
     def _present(self) -> list[int]:
@@ -379,7 +403,10 @@ class EPAll2AllLayer:
             placement=self.placement,
             placed=0 if places is None else places.turns,
         )
-        return EPAll2AllLayer._on(members, options)
+        layer = EPAll2AllLayer._on(members, options)
+        if places is not None and layer.placement is not None:
+            places.hand_over(group, layer.placement)
+        return layer
 
     def ep_barrier_all(self, stream: StreamLike = None, intra_node_only: bool = False) -> None:
         """Waits on the stream until all ranks have made this call.
