@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, Communicator, EPAll2AllLayer, PeerLostError, ThreadBootstrap
-from proxyccl.transfer import TransferError
+from proxyccl.transfer import Transfer, TransferError
 from support.device_arrays import on_device, on_host
 from support.devices import runtime_with_blocks
 from support.paths import PROGRAMS
@@ -91,6 +92,24 @@ def test_every_step_is_exact_while_weights_move() -> None:
             assert move(layer, weights, SPARSE) == 2
 
     run_ranks(3, body, make_runtime=runtime_with_blocks)
+
+
+def test_all_ranks_change_their_placement_in_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of one rank arrive later than those of the others."""
+    done, early = Transfer.done, iter(range(5))
+
+    def late(transfer: Transfer) -> bool:
+        return done(transfer) and (threading.current_thread().name != "rank-2" or next(early, None) is None)
+
+    monkeypatch.setattr(Transfer, "done", late)
+
+    def body(comm: Communicator) -> int:
+        with layer_on(comm, TWICE) as layer:
+            return move(layer, Weights(comm, comm.rank, TWICE), TURNED)
+
+    calls = run_ranks(3, body, make_runtime=runtime_with_blocks)
+    assert len(set(calls)) == 1
+    assert next(early, None) is None
 
 
 @pytest.mark.parametrize(("ranks", "local"), [(2, 2), (4, 2)])
@@ -226,7 +245,7 @@ def test_a_move_ends_when_the_layer_shrinks_or_grows() -> None:
 
 
 def test_all_remaining_ranks_have_the_weights_if_one_is_lost_in_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 learns of a loss in the last call of a move, in which the other ranks change their placement."""
+    """Rank 2 learns of a loss in the last call of a move, in which the other ranks change their placement."""
 
     def body(comm: Communicator) -> None:
         layer, weights = layer_on(comm, TWICE), Weights(comm, comm.rank, TWICE)
@@ -240,7 +259,7 @@ def test_all_remaining_ranks_have_the_weights_if_one_is_lost_in_the_last_call(mo
                 raise PeerLostError("of the test")
             return everyone
 
-        if comm.rank == 1:
+        if comm.rank == 2:
             monkeypatch.setattr(exchange, "all_gather", fails)
             with pytest.raises(PeerLostError, match="of the test"):
                 move(layer, weights, TURNED)
