@@ -82,6 +82,7 @@ def move(layer: EPAll2AllLayer, weights: Weights, placement: Sequence[int]) -> i
             return calls
 
 
+@pytest.mark.hip
 def test_every_step_is_exact_while_weights_move() -> None:
     def body(comm: Communicator) -> None:
         with layer_on(comm, TWICE) as layer:
@@ -133,6 +134,7 @@ def test_a_move_may_be_replaced_or_left() -> None:
         weights.step(layer)
         move(layer, weights, SPARSE)
         assert not layer.place(TWICE, weights.arrays)
+        weights.step(layer)
         assert layer.place(SPARSE)
         weights.step(layer)
         assert not layer.place(TWICE, weights.arrays)
