@@ -113,7 +113,7 @@ class Move:
         """Returns whether all weights have arrived. Raises `failure`, or TransferError if a transfer failed."""
         if self.failure is not None:
             raise self.failure
-        return all([transfer.done() for transfer in self._transfers])  # a list, because each `done` may copy data
+        return all(transfer.done() for transfer in self._transfers)
 
     def finish(self) -> None:
         """Copies weights from buffers to places, and ends the move. The weights must have arrived, and no kernel may

@@ -155,9 +155,9 @@ class ExpertPlaces:
             b"" if move is None or continues else move.metadata,
         )
         everyone = group.exchange.all_gather(own, _STATE, "a placement of experts")
-        if error := failure or self._find_error(own, everyone):
+        if reason := failure or self._find_error(own, everyone):
             self.end_move()
-            raise error
+            raise reason
         if move is not None and not continues:
             try:
                 move.start([theirs.metadata for theirs in everyone], [theirs.rows for theirs in everyone])
@@ -199,7 +199,8 @@ class ExpertPlaces:
                 if expert in (before, -1):
                     continue
                 if not nearest[expert]:
-                    raise ArgumentError("placement", f"no remaining rank has expert {expert}, which place {place} needs")
+                    what = f"no remaining rank has the weights of expert {expert} for place {place}"
+                    raise ArgumentError("placement", what)
                 if number == own:
                     source = nearest[expert][(own + local) % len(nearest[expert])]
                     reads.append((local, *divmod(source, per_rank), before >= 0))
@@ -219,7 +220,7 @@ class ExpertPlaces:
                 return ArgumentError("weights", f"{what}; expected the same arrays on all ranks")
         return None
 
-    def hand_over(self, group: Group, placement: Sequence[int]) -> None:
+    def hand_over(self, group: Group, placement: Sequence[int] | None) -> None:
         """Ends the move of weights, because a new layer with this placement has been made from this layer, on `group`.
         If other ranks have completed the move, this rank's weights are the new layer's after this call.
         """

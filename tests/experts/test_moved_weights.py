@@ -160,11 +160,12 @@ def test_wrong_weights_are_refused_on_all_ranks_and_change_nothing() -> None:
             )
             for wrong, message in of_rank_1:
                 error: Any = ArgumentError if comm.rank == 1 else TransferError
-                start = "weights: .*" if comm.rank == 1 else "rank 1 could not move weights .* ArgumentError: weights: .*"
-                with pytest.raises(error, match=f"^{start}{message}"):
+                start = "" if comm.rank == 1 else "rank 1 could not move weights of experts: ArgumentError: "
+                with pytest.raises(error, match=f"^{start}weights: .*{message}"):
                     layer.place(TURNED, wrong if comm.rank == 1 else weights.arrays)
+            sizes = r"^weights: rank \d has rows of \[.*\] bytes, and rank \d of \["
             for theirs in (weights.arrays[:1], None):
-                with pytest.raises(ArgumentError, match=r"^weights: rank \d has rows of \[.*\] bytes, and rank \d of \["):
+                with pytest.raises(ArgumentError, match=sizes):
                     layer.place(TURNED, theirs if comm.rank else weights.arrays)
             with pytest.raises(ArgumentError, match=r"^placement: differs between ranks"):
                 layer.place(TURNED if comm.rank else SPARSE, weights.arrays)
@@ -180,7 +181,7 @@ def test_a_move_ends_on_all_ranks_if_one_passes_other_arrays_or_another_placemen
             weights = Weights(comm, comm.rank, TWICE)
             other = on_device(comm, on_host(weights.factors).copy())
             assert not layer.place(TURNED, weights.arrays)
-            with pytest.raises(ArgumentError if comm.rank == 2 else TransferError, match="differ from those with which"):
+            with pytest.raises(ArgumentError if comm.rank == 2 else TransferError, match="differ from those with"):
                 layer.place(TURNED, [other if comm.rank == 2 else weights.factors, weights.large])
             assert not layer.place(TURNED, weights.arrays)
             with pytest.raises(ArgumentError, match=r"^placement: differs between ranks"):
@@ -207,7 +208,7 @@ def test_the_weights_of_an_expert_that_no_remaining_rank_has_are_refused() -> No
             if comm.rank == 1:
                 return
             shrunk = layer.shrink(left)
-            with pytest.raises(ArgumentError, match=r"^placement: no remaining rank has expert 2, which place 1 needs$"):
+            with pytest.raises(ArgumentError, match="placement: no remaining rank has the weights of expert 2 "):
                 shrunk.place((0, 2, 2, 0, 3, 1), weights.arrays)
             weights.step(shrunk)
             move(shrunk, weights, (0, 3, 2, 0, 0, 1))

@@ -3,9 +3,9 @@
 python tests/support/faults/healing.py --count 100 --seed 1
 
 A seed determines a case: which of four ranks are killed, and when. While all ranks are alive, they move experts between
-their places, with their weights, and empty places. Ranks are killed at a random time, while experts move, while the others recover from a loss, or while a new
-process joins; the victim may be the new process. The case ends when all ranks have been running for some steps after
-the last kill.
+their places, with their weights, and empty places. Ranks are killed at a random time, while experts move, while the
+others recover from a loss, or while a new process joins; the victim may be the new process. The case ends when all
+ranks have been running for some steps after the last kill.
 
 Each rank checks every result of every step: it must be the exact sum over the experts that have a place on a remaining
 rank. Findings are wrong results, errors that are not the library's, and cases that do not end in time.
