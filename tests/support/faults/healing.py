@@ -37,7 +37,7 @@ from proxyccl import Communicator, CommunicatorError, EPAll2AllLayer, FileBootst
 
 RANKS, PER_RANK, EXPERTS, TOKENS, HIDDEN, TOPK = 4, 3, 8, 8, 64, 2
 FIRST = (0, 1, 2, 3, 0, 4, 5, 1, 7, 6, 2, -1)
-_LARGE = 4 << 20  # so many bytes of a place that moves of weights last for some steps
+_LARGE = 4 << 20  # bytes of a place; moves of weights last for several steps
 _TIMEOUT_SECONDS = 6.0
 _JOIN_SECONDS = 2.0
 _START_SECONDS = 60.0
