@@ -342,47 +342,44 @@ class EPAll2AllLayer:
         """Changes the placement of a layer that was made with one. All ranks call this together, between a `combine`
         and the next `dispatch`, with the same placement.
 
-        Without `weights`, the call changes the placement at once. Each rank's new places must hold the weights of their
-        experts before the call. When the call returns, no rank sends tokens to the former places, whose weights may
-        then be overwritten. The call waits for the work that is queued on this rank's device.
+        Without `weights`, the placement changes at once. Before the call, each rank's new places must hold the weights
+        of their experts. When the call returns, no rank sends tokens to the former places, whose weights may then be
+        overwritten. The call waits for the work that is queued on this rank's device.
 
         With `weights`, the call also moves weights, while the ranks continue their steps with the former placement. The
-        ranks repeat the call between steps, for example in every step, until it returns True. The first call waits for
-        the work that is queued on this rank's device, starts to read the weights of this rank's new experts from the
-        nearest ranks that have them, and returns False. Each later call exchanges a few bytes with the other ranks. If
-        the weights of all ranks have arrived, the call waits for this rank's queued work, changes the placement, and
-        returns True.
+        ranks repeat the call between steps until it returns True. The first call waits for the queued work, starts to
+        read the weights of this rank's new experts from the nearest ranks that have them, and returns False. Each later
+        call exchanges a few bytes with the other ranks; if the weights of all ranks have arrived, the call waits for
+        the queued work, changes the placement, and returns True.
 
-        - Weights for empty places are written directly, and weights for places in use are written to a buffer first.
-          The buffers of a rank have the size of its places in use that get another expert, and are freed at the end of
-          the move. To need less memory, move fewer places at a time.
-        - During a move, the program must neither change the weights of places in use nor free the arrays, and must not
-          load weights into empty places.
-        - A call with another placement, or without `weights`, ends the move. So do an error, `finalize`, and `shrink`
-          and `grow` of this layer. The former placement is then still valid, but the weights in empty places are
-          undefined. To repeat the move, call `place` again, after `shrink` or `grow` of the new layer.
+        During a move, the program must neither change nor free the arrays. A call with another placement, or without
+        `weights`, ends the move. So do an error, `finalize`, and `shrink` and `grow` of this layer. The former
+        placement then stays valid, but the contents of empty places are undefined. To repeat the move, call `place`
+        again, after `shrink` or `grow` of the new layer.
+
+        Weights for empty places are written directly, and weights for places in use arrive in a buffer. Until the end
+        of a move, a rank's buffers take as much memory as its places in use that get another expert. To need less
+        memory, move fewer places at a time.
 
         Captured graphs use the new placement from their next launch on. If a rank is lost during the call, `shrink`
-        returns a layer in which all ranks have the same placement, the former or the new placement, and the weights of
-        this placement.
+        returns a layer in which all ranks have the same placement, the former or the new placement, and its weights.
 
         Args:
             placement: as for the constructor, with the same number of experts; the same on all ranks.
-            weights: None, or this rank's weights of experts, such as w13, w2 and their scales: a sequence of contiguous
-                arrays of any element type, in host or device memory, whose first dimension is this rank's places. All
-                ranks pass arrays with rows of the same sizes in the same order. All calls of a move pass the same
-                arrays.
+            weights: None, or a sequence of contiguous arrays in host or device memory whose first dimension is this
+                rank's places, such as w13, w2 and their scales. All ranks pass arrays with rows of the same sizes, and
+                each rank passes the same arrays in all calls of a move.
 
         Returns:
             Whether the placement has changed; the same on all ranks.
 
         Raises:
             ArgumentError: an argument is wrong or differs between ranks, or no remaining rank has the weights of an
-                expert; or the layer was made without a placement, or a call in two halves is under way. No rank has
-                changed its placement.
+                expert, and no rank has changed its placement; or the layer was made without a placement, or a call in
+                two halves is under way.
             TransferError: this rank or another rank can't get its weights, and no rank has changed its placement. The
-                error says which rank, and why. The rank itself raises the original error, for example
-                `DisconnectedError` (a subclass of TransferError) or ResourceError.
+                other ranks' error names this rank and the reason. This rank raises the error itself, which may also be
+                a ResourceError or MemoryError.
             CommunicatorError: a peer failed; see its subclasses.
         """
         self._end_earlier(self.dispatching)

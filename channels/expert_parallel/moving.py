@@ -1,4 +1,4 @@
-"""Moves of experts' weights between ranks, which agents carry out while the layer is in use."""
+"""Moves experts' weights between ranks by agents, while the layer is in use."""
 
 from __future__ import annotations
 
@@ -26,18 +26,16 @@ class Move:
         placement: the new placement.
         weights: this rank's arrays of weights; see `EPAll2AllLayer.place`.
         places: the number of places of a rank.
-        reads: for each place that gets another expert: the place's number on this rank, the rank to read from, the
-            number of the place on that rank, and whether this rank's place is in use until the end of the move.
+        reads: for each place that gets another expert: its number on this rank, the rank to read from, the number of
+            the place on that rank, and whether this rank's place is in use until the end of the move.
 
     Attributes:
         placement: the new placement.
-        rows: for each array, the address of its first row, and the bytes of a row.
+        rows: for each array, its address and the bytes of a row.
         metadata: the metadata of this rank's agent.
         failure: the reason why weights can't arrive, or None.
 
-    Raises:
-        ArgumentError: `weights` is wrong.
-        ResourceError, MemoryError: no memory, file descriptor or thread is left.
+    Raises the errors of `Agent.register`, ArgumentError for wrong weights, and MemoryError.
     """
 
     def __init__(
@@ -50,7 +48,7 @@ class Move:
     ) -> None:
         self.placement, self._group, self._places, self._reads = placement, group, places, reads
         views = self._views(weights)
-        self.rows = _rows_of(views)
+        self.rows = self._rows(views)
         self.failure: Exception | None = TransferError("the start of the move was interrupted")
         self._transfers: list[Transfer] = []
         self._copies: list[Transfer] = []
@@ -69,39 +67,33 @@ class Move:
         if not views:
             raise ArgumentError("weights", f"expected a sequence of arrays, not {weights!r:.100}")
         for view in views:
-            if view.shape[:1] != (self._places,):
-                what = f"expected arrays with {self._places} rows, one for each place of this rank"
-                raise ArgumentError("weights", f"{what}, not of shape {view.shape}")
-            if not view.writable:
-                raise ArgumentError("weights", "an array is read-only")
+            if view.shape[:1] != (self._places,) or not view.writable:
+                what = f"expected writable arrays with {self._places} rows, one for each place of this rank"
+                raise ArgumentError("weights", f"{what}, not of shape {view.shape}, writable: {view.writable}")
         return views
 
+    def _rows(self, views: Sequence[ArrayView]) -> list[tuple[int, int]]:
+        return [(view.ptr, view.nbytes // self._places) for view in views]
+
     def _buffer(self, view: ArrayView) -> int:
-        """Makes a buffer for the rows of an array that arrive for places in use. Returns the buffer's address."""
-        nbytes = sum(buffered for *_, buffered in self._reads) * view.nbytes // self._places
+        """Makes a buffer, in memory of the array's kind, for rows of places in use. Returns the buffer's address."""
+        nbytes = sum(in_use for *_, in_use in self._reads) * view.nbytes // self._places
         on_host = view.device[0] == "host"
         memory = np.empty(nbytes, np.uint8) if on_host else allocate(self._group, nbytes, "uint8", "experts")
         return self._agent.register(memory).address
 
-    def require_same(self, weights: Any) -> None:
-        """Raises ArgumentError unless these are the arrays with which the move began."""
-        if _rows_of(self._views(weights)) != self.rows:
-            raise ArgumentError("weights", "the arrays differ from those with which the move began")
-
     def start(self, metadata: Sequence[bytes], rows: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Starts to read weights. `metadata` and `rows` are those of all ranks' moves.
-
-        Raises:
-            TransferError, ResourceError, RuntimeUnavailableError: the weights can't be read.
+        """Starts to read weights. `metadata` and `rows` are those of all ranks' moves. Raises the errors of
+        `Agent.read`.
         """
         agent = self._agent
         names = {rank: agent.add(metadata[rank]) for _, rank, *_ in self._reads if rank != self._group.rank}
         for number, ((address, nbytes), buffer) in enumerate(zip(self.rows, self._buffers, strict=True)):
             blocks: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
             copies: list[tuple[int, int, int]] = []
-            for own, rank, place, buffered in self._reads:
+            for own, rank, place, in_use in self._reads:
                 into = address + own * nbytes
-                if buffered:
+                if in_use:
                     copies.append((into, buffer + len(copies) * nbytes, nbytes))
                     into = copies[-1][1]
                 blocks[rank].append((into, rows[rank][number][0] + place * nbytes, nbytes))
@@ -109,8 +101,12 @@ class Move:
             self._copies.append(agent.prepare("read", agent.name, copies))
         self.failure = None
 
-    def has_arrived(self) -> bool:
-        """Returns whether all weights have arrived. Raises `failure`, or TransferError if a transfer failed."""
+    def has_arrived(self, weights: Any) -> bool:
+        """Returns whether all weights have arrived. Raises `failure`, TransferError if a transfer failed, or
+        ArgumentError unless `weights` are the arrays with which the move began.
+        """
+        if self._rows(self._views(weights)) != self.rows:
+            raise ArgumentError("weights", "the arrays differ from those with which the move began")
         if self.failure is not None:
             raise self.failure
         return all(transfer.done() for transfer in self._transfers)
@@ -125,9 +121,5 @@ class Move:
         self.close()
 
     def close(self) -> None:
-        """Ends the move. The weights of places in use stay as they are; those of empty places are undefined."""
+        """Ends the move. Weights that are still in buffers are lost."""
         self._agent.close()
-
-
-def _rows_of(views: Sequence[ArrayView]) -> list[tuple[int, int]]:
-    return [(view.ptr, view.nbytes // view.shape[0]) for view in views]

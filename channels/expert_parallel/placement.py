@@ -31,21 +31,13 @@ _PLACEMENT = Codec[tuple[int, list[int]]](tuple[int, list[int]], 8 * MAX_EXPERTS
 
 
 class _State(Message, frozen=True):
-    """A rank's state in a call of `place`.
+    """A rank's state in a call of `place`."""
 
-    Attributes:
-        digest: of the new placement.
-        arrived: whether the rank can change its placement.
-        failed: the reason why the rank can't move weights, or "".
-        rows: `Move.rows`; empty without weights.
-        metadata: in the first call with weights, `Move.metadata`; otherwise empty.
-    """
-
-    digest: bytes
-    arrived: bool
-    failed: str
-    rows: list[tuple[Uint64, Uint64]]
-    metadata: bytes
+    digest: bytes  # of the new placement
+    arrived: bool  # whether the rank can change its placement
+    failed: str  # the reason why the rank can't move weights, or ""
+    rows: list[tuple[Uint64, Uint64]]  # `Move.rows`; empty without weights
+    metadata: bytes  # `Move.metadata` in the first call of a move; otherwise empty
 
 
 _STATE = Codec(_State, 1 << 20, "state of a placement")
@@ -138,31 +130,26 @@ class ExpertPlaces:
         placement = as_placement(placement, self._options.places, self._options.all_experts)
         group, failure = self._group, None
         group.launches.agree(CollectiveCall(_PLACE, of=self._number))
-        continues = self._move is not None and weights is not None and self._move.placement == placement
-        if not continues:
+        begins = self._move is None or weights is None or self._move.placement != placement
+        if begins:
             self.end_move()
             group.synchronize()  # queued work may read the table, and write weights that other ranks read
         try:
             arrived = weights is None or self._moves(placement, weights)
         except _FAILURES as error:
             failure, arrived = error, False
-        move = self._move
-        own = _State(
-            hashlib.sha256(str(placement).encode()).digest(),
-            arrived,
-            "" if failure is None else f"{type(failure).__name__}: {failure}",
-            [] if move is None else move.rows,
-            b"" if move is None or continues else move.metadata,
-        )
+        move, failed = self._move, "" if failure is None else f"{type(failure).__name__}: {failure}"
+        rows, metadata = ([], b"") if move is None else (move.rows, move.metadata if begins else b"")
+        own = _State(hashlib.sha256(str(placement).encode()).digest(), arrived, failed, rows, metadata)
         everyone = group.exchange.all_gather(own, _STATE, "a placement of experts")
         if reason := failure or self._find_error(own, everyone):
             self.end_move()
             raise reason
-        if move is not None and not continues:
+        if move is not None and begins:
             try:
                 move.start([theirs.metadata for theirs in everyone], [theirs.rows for theirs in everyone])
-            except _FAILURES as failed:
-                move.failure = failed  # so all ranks raise an error in the next call
+            except _FAILURES as error:
+                move.failure = error  # all ranks raise an error in the next call
         if not all(theirs.arrived for theirs in everyone):
             return False
         try:
@@ -178,32 +165,31 @@ class ExpertPlaces:
         return True
 
     def _moves(self, placement: tuple[int, ...], weights: Any) -> bool:
-        """Begins the move of weights unless it has begun, and returns whether all weights of this rank have arrived."""
+        """Begins a move unless one is under way. Returns whether the weights of this rank have arrived."""
         from proxyccl.channels.expert_parallel.moving import Move  # imported here, because agents take long to import
 
         if self._move is not None:
-            self._move.require_same(weights)
-            return self._move.has_arrived()
+            return self._move.has_arrived(weights)
         per_rank = self._options.config.num_experts_per_rank
         self._move = Move(self._group, placement, weights, per_rank, self._reads(placement))
         return False
 
     def _reads(self, placement: Sequence[int]) -> list[tuple[int, int, int, bool]]:
-        """Returns this rank's reads of a move; see `Move`. All ranks raise the same errors."""
+        """Returns this rank's reads of a move; see `Move`. Raises ArgumentError, on all ranks, if no remaining rank has
+        an expert that a remaining rank needs.
+        """
         assert self.placement is not None
         per_rank, own = self._options.config.num_experts_per_rank, self._options.config.rank
         nearest, reads = self._nearest(self.placement), []
-        for number, rank in enumerate(self._left):
-            for local, place in enumerate(range(rank * per_rank, (rank + 1) * per_rank)):
-                before, expert = self.placement[place], placement[place]
-                if expert in (before, -1):
-                    continue
-                if not nearest[expert]:
-                    what = f"no remaining rank has the weights of expert {expert} for place {place}"
-                    raise ArgumentError("placement", what)
-                if number == own:
-                    source = nearest[expert][(own + local) % len(nearest[expert])]
-                    reads.append((local, *divmod(source, per_rank), before >= 0))
+        for place, (before, expert) in enumerate(zip(self.placement, placement, strict=True)):
+            rank, number = divmod(place, per_rank)
+            if rank not in self._left or expert in (before, -1):
+                continue
+            those = nearest[expert]
+            if not those:
+                raise ArgumentError("placement", f"no remaining rank has the weights of expert {expert}")
+            if rank == self._left[own]:
+                reads.append((number, *divmod(those[(own + number) % len(those)], per_rank), before >= 0))
         return reads
 
     def _find_error(self, own: _State, everyone: Sequence[_State]) -> Exception | None:

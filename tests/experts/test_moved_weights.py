@@ -153,10 +153,10 @@ def test_wrong_weights_are_refused_on_all_ranks_and_change_nothing() -> None:
                 (5, "expected a sequence of arrays, not 5"),
                 ([], r"expected a sequence of arrays, not \[\]"),
                 ([5], "expected an array"),
-                ([np.zeros(PER_RANK + 1)], r"expected arrays with 2 rows, one for each .*, not of shape \(3,\)"),
+                ([np.zeros(PER_RANK + 1)], r"expected writable arrays with 2 rows, one for .*, not of shape \(3,\)"),
                 ([np.zeros(())], r"not of shape \(\)"),
                 ([np.zeros((PER_RANK, 4))[:, :3]], "contiguous"),
-                ([read_only], "an array is read-only"),
+                ([read_only], r"not of shape \(2, 3\), writable: False$"),
             )
             for wrong, message in of_rank_1:
                 error: Any = ArgumentError if comm.rank == 1 else TransferError
@@ -208,7 +208,7 @@ def test_the_weights_of_an_expert_that_no_remaining_rank_has_are_refused() -> No
             if comm.rank == 1:
                 return
             shrunk = layer.shrink(left)
-            with pytest.raises(ArgumentError, match="placement: no remaining rank has the weights of expert 2 "):
+            with pytest.raises(ArgumentError, match=r"^placement: no remaining rank has the weights of expert 2$"):
                 shrunk.place((0, 2, 2, 0, 3, 1), weights.arrays)
             weights.step(shrunk)
             move(shrunk, weights, (0, 3, 2, 0, 0, 1))
