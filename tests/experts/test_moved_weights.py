@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, Communicator, EPAll2AllLayer, PeerLostError, ThreadBootstrap
-from proxyccl.transfer import Transfer, TransferError
+from proxyccl.transfer import Agent, DisconnectedError, Transfer, TransferError
 from support.device_arrays import on_device, on_host
 from support.devices import runtime_with_blocks
 from support.paths import PROGRAMS
@@ -186,6 +186,34 @@ def test_a_move_ends_on_all_ranks_if_one_passes_other_arrays_or_another_placemen
             assert not layer.place(TURNED, weights.arrays)
             with pytest.raises(ArgumentError, match=r"^placement: differs between ranks"):
                 layer.place(TURNED if comm.rank else SPARSE, weights.arrays)
+            weights.step(layer)
+            move(layer, weights, TURNED)
+
+    run_ranks(3, body, make_runtime=runtime_with_blocks)
+
+
+@pytest.mark.parametrize(("of", "name"), [(Agent, "prepare"), (Transfer, "done")])
+def test_a_failed_transfer_of_one_rank_ends_the_move_on_all(
+    monkeypatch: pytest.MonkeyPatch, of: type, name: str
+) -> None:
+    failing, whole = iter([True]), getattr(of, name)
+
+    def fails(*given: Any, **options: Any) -> Any:
+        if threading.current_thread().name == "rank-2" and next(failing, False):
+            raise DisconnectedError("of the test")
+        return whole(*given, **options)
+
+    monkeypatch.setattr(of, name, fails)
+
+    def body(comm: Communicator) -> None:
+        with layer_on(comm, TWICE) as layer:
+            weights = Weights(comm, comm.rank, TWICE)
+            assert not layer.place(TURNED, weights.arrays)
+            weights.step(layer)
+            message = "" if comm.rank == 2 else "rank 2 could not move weights of experts: DisconnectedError: "
+            with pytest.raises(TransferError, match=f"^{message}of the test$"):
+                layer.place(TURNED, weights.arrays)
+            assert layer.placement == TWICE
             weights.step(layer)
             move(layer, weights, TURNED)
 
