@@ -340,7 +340,7 @@ class EPAll2AllLayer:
 
     def place(self, placement: Sequence[int], weights: Sequence[Any] | None = None) -> bool:
         """Changes the placement of a layer that was made with one. All ranks call this together, between a `combine`
-        and the next `dispatch`, with the same placement.
+        and the next `dispatch`.
 
         Without `weights`, the placement changes at once. Before the call, each rank's new places must hold the weights
         of their experts. When the call returns, no rank sends tokens to the former places, whose weights may then be

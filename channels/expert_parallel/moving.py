@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from proxyccl.channels.arguments import require_writable
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
 from proxyccl.channels.transfers.agent import Agent
@@ -67,9 +68,10 @@ class Move:
         if not views:
             raise ArgumentError("weights", f"expected a sequence of arrays, not {weights!r:.100}")
         for view in views:
-            if view.shape[:1] != (self._places,) or not view.writable:
-                what = f"expected writable arrays with {self._places} rows, one for each place of this rank"
-                raise ArgumentError("weights", f"{what}, not of shape {view.shape}, writable: {view.writable}")
+            require_writable(view, "weights")
+            if view.shape[:1] != (self._places,):
+                what = f"expected arrays with {self._places} rows, one for each place of this rank"
+                raise ArgumentError("weights", f"{what}, not of shape {view.shape}")
         return views
 
     def _rows(self, views: Sequence[ArrayView]) -> list[tuple[int, int]]:

@@ -135,7 +135,7 @@ class ExpertPlaces:
             self.end_move()
             group.synchronize()  # queued work may read the table, and write weights that other ranks read
         try:
-            arrived = weights is None or self._moves(placement, weights)
+            arrived = weights is None or self._advance_move(placement, weights)
         except _FAILURES as error:
             failure, arrived = error, False
         move, failed = self._move, "" if failure is None else f"{type(failure).__name__}: {failure}"
@@ -164,7 +164,7 @@ class ExpertPlaces:
             raise
         return True
 
-    def _moves(self, placement: tuple[int, ...], weights: Any) -> bool:
+    def _advance_move(self, placement: tuple[int, ...], weights: Any) -> bool:
         """Begins a move unless one is under way. Returns whether the weights of this rank have arrived."""
         from proxyccl.channels.expert_parallel.moving import Move  # imported here, because agents take long to import
 

@@ -153,10 +153,10 @@ def test_wrong_weights_are_refused_on_all_ranks_and_change_nothing() -> None:
                 (5, "expected a sequence of arrays, not 5"),
                 ([], r"expected a sequence of arrays, not \[\]"),
                 ([5], "expected an array"),
-                ([np.zeros(PER_RANK + 1)], r"expected writable arrays with 2 rows, one for .*, not of shape \(3,\)"),
+                ([np.zeros(PER_RANK + 1)], r"expected arrays with 2 rows, one for .*, not of shape \(3,\)"),
                 ([np.zeros(())], r"not of shape \(\)"),
                 ([np.zeros((PER_RANK, 4))[:, :3]], "contiguous"),
-                ([read_only], r"not of shape \(2, 3\), writable: False$"),
+                ([read_only], "the array is read-only"),
             )
             for wrong, message in of_rank_1:
                 error: Any = ArgumentError if comm.rank == 1 else TransferError
