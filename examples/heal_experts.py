@@ -6,10 +6,11 @@ Four ranks serve eight experts; some experts have places on two ranks. In the mi
 
 1. The other ranks shrink the layer and repeat the step. Experts with a second place stay; the slots of other experts
    are dropped.
-2. A new process reads the weights of rank 2's experts, by an agent from ranks that have these weights, and otherwise
-   from a checkpoint. When it is ready, the others grow the layer: the new process has the number of rank 2.
-3. Expert 7 gets a second place, on rank 3. While the ranks continue, an agent reads the weights from rank 2. When the
-   weights have arrived, all ranks change the placement between two steps.
+2. A new process loads the weights of experts that no other rank has from a checkpoint. When it is ready, the others
+   grow the layer: the new process has the number of rank 2.
+3. Expert 1 gets its second place on rank 2 again, and expert 7 gets a second place on rank 3. While the ranks continue,
+   `place` reads the weights from ranks that have them. When the weights have arrived, all ranks change the placement
+   between two steps.
 
 Every rank checks every result of every step exactly. The example starts its ranks itself, because mpiexec ends the
 whole job when a rank ends.
@@ -28,61 +29,19 @@ from pathlib import Path
 import numpy as np
 
 from proxyccl import Communicator, CommunicatorError, EPAll2AllLayer, FileBootstrap
-from proxyccl.transfer import Agent, Transfer
 
 RANKS, PER_RANK, EXPERTS, TOKENS, HIDDEN, TOPK = 4, 3, 8, 16, 256, 2
 BEFORE = (0, 1, 2, 3, 0, 4, 5, 1, 7, 6, 2, -1)  # the expert of each rank's three places
+JOINED = (0, 1, 2, 3, 0, 4, 5, -1, 7, 6, 2, -1)  # when rank 2 was replaced: without the expert that rank 0 has too
 AFTER = (*BEFORE[:-1], 7)
-LOST, LAST_STEP, STEPS_MEANWHILE = 2, 50, 100
+LOST, LAST_STEP, STEPS_AFTER = 2, 50, 100
 
 
 def checkpoint(expert: int) -> np.ndarray:
-    """Returns an expert's weights. The expert multiplies each element of a token by a small integer."""
+    """Returns an expert's weights, which multiply the elements of a token; for -1, no expert, zeros."""
+    if expert < 0:
+        return np.zeros(HIDDEN, np.float32)
     return np.random.default_rng(expert).integers(1, 9, HIDDEN).astype(np.float32)
-
-
-class Weights:
-    """The weights of a rank's places, which other ranks may read.
-
-    Args:
-        directory: a directory in which ranks find the metadata of other ranks' agents.
-        number: the rank's number.
-        generation: 0, or 1 for the process that takes the place of the lost rank.
-    """
-
-    def __init__(self, directory: Path, number: int, generation: int) -> None:
-        self.array = np.zeros((PER_RANK, HIDDEN), np.float32)
-        self._directory, self._first = directory, number * PER_RANK
-        self.agent = Agent(f"{number}.{generation}")
-        self._region = self.agent.register(self.array, label="weights")
-        if generation:
-            self._load([place for place in range(len(BEFORE)) if place // PER_RANK != number])
-        else:
-            self._load([])
-        draft = directory / f"draft-{self.agent.name}"
-        draft.write_bytes(self.agent.metadata())
-        draft.rename(directory / f"agent-{self.agent.name}")
-
-    def _load(self, others: list[int]) -> None:
-        found = {BEFORE[place]: place for place in others}
-        for local, expert in enumerate(BEFORE[self._first : self._first + PER_RANK]):
-            if expert in found:
-                self.read(self._first + local, found[expert], generation=0).wait()
-            elif expert >= 0:
-                self.array[local] = checkpoint(expert)
-
-    def read(self, into: int, source: int, generation: int) -> Transfer:
-        """Starts to read the weights in another rank's place `source` into this rank's place `into`."""
-        card = self._directory / f"agent-{source // PER_RANK}.{generation}"
-        peer = self.agent.add(card.read_bytes())
-        theirs = next(region for region in self.agent.regions_of(peer) if region.label == "weights")
-        nbytes = self.array[0].nbytes
-        row = (
-            self._region.address + (into - self._first) * nbytes,
-            theirs.address + source % PER_RANK * nbytes,
-            nbytes,
-        )
-        return self.agent.read(peer, [row])
 
 
 def serve(layer: EPAll2AllLayer, weights: np.ndarray, number: int, step: int, *, dies: bool = False) -> None:
@@ -111,34 +70,31 @@ def steps_of(layer: EPAll2AllLayer, step: int) -> list[int]:
 
 
 def rank_main(directory: str, number: int, generation: int) -> None:
-    """Runs one rank until the layer has healed and expert 7 has its second place."""
-    here, joined = Path(directory), generation > 0
-    weights = Weights(here, number, generation)
+    """Runs one rank until the layer has healed and the experts have their places of `AFTER`."""
+    here, placement = Path(directory), JOINED if generation else BEFORE
+    weights = np.stack([checkpoint(expert) for expert in placement[number * PER_RANK :][:PER_RANK]])
     whole = FileBootstrap(here / f"group-{generation}", number, RANKS)
-    if joined:
+    if generation:
         (here / "ready").touch()
     comm = Communicator(whole, "host", timeout=10)
     sizes = TOKENS, HIDDEN, TOPK, number, len(BEFORE), comm.local_world_size, RANKS
-    layer = EPAll2AllLayer(comm, *sizes, dtype="float32", placement=BEFORE)
-    began = step = max(steps_of(layer, 0))  # a new process begins with the step of the other ranks
-    moving: Transfer | None = None
+    layer = EPAll2AllLayer(comm, *sizes, dtype="float32", placement=placement)
+    step = max(steps_of(layer, 0))  # a new process begins with the step of the other ranks
     last, after = time.perf_counter(), 0
     what = ""  # the event since the last step
-    while after < STEPS_MEANWHILE:
+    while after < STEPS_AFTER:
         try:
             if layer.lost_ranks and agree(layer, (here / "ready").exists()):
                 shrunk = layer
+                shrunk.place(JOINED)
                 comm = comm.grow(FileBootstrap(here / "group-1", number, RANKS))
-                layer, joined, what = shrunk.grow(comm), True, "all ranks are there again"
+                layer, what = shrunk.grow(comm), "all ranks are there again"
                 shrunk.finalize()  # closes its communicator, which `shrink` made
-                began = step = max(steps_of(layer, step))
-            elif joined and layer.placement == BEFORE and step >= began + STEPS_MEANWHILE:
-                if number == 3 and moving is None:
-                    moving = weights.read(AFTER.index(7, 9), BEFORE.index(7), generation=1)
-                if agree(layer, number != 3 or (moving is not None and moving.done())):
-                    layer.place(AFTER)
-                    what = "expert 7 has a second place"
-            serve(layer, weights.array, number, step, dies=(number, generation, step) == (LOST, 0, LAST_STEP))
+                step = max(steps_of(layer, step))
+                continue
+            if layer.placement == JOINED and layer.place(AFTER, [weights]):
+                what = "experts 1 and 7 have second places"
+            serve(layer, weights, number, step, dies=(number, generation, step) == (LOST, 0, LAST_STEP))
         except CommunicatorError as error:
             layer = layer.shrink()
             comm = layer.ctx.communicator
@@ -150,7 +106,6 @@ def rank_main(directory: str, number: int, generation: int) -> None:
         last, what, step, after = now, "", step + 1, after + (layer.placement == AFTER)
     layer.finalize()
     comm.close()
-    weights.agent.close()
 
 
 def main() -> None:

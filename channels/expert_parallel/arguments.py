@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from proxyccl.channels.arguments import input_view
+from proxyccl.channels.arguments import input_view, overlap, require_writable
 from proxyccl.channels.group import Group
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import ArrayView
@@ -67,10 +67,7 @@ def output_array(
     """Returns the address of the caller's `out` array for the result of a call on the arrays `given`, by their names.
     Raises ArgumentError if `out` does not fit, is read-only, or overlaps one of these arrays."""
     view = input_array(group, out, "out", shape, dtype.name, spare_rows=spare_rows)
-    if not view.writable:
-        raise ArgumentError("out", "is read-only; expected a writable array")
-    for argument, x in given.items():
-        source = input_view(group, x, argument)
-        if view.ptr < source.ptr + source.nbytes and source.ptr < view.ptr + view.nbytes:
-            raise ArgumentError("out", OVERLAPS)
+    require_writable(view, "out")
+    if any(overlap(view, input_view(group, x, argument)) for argument, x in given.items()):
+        raise ArgumentError("out", OVERLAPS)
     return view.ptr

@@ -161,6 +161,8 @@ class DispatchCombineContext:
         self.closed = True
         group = self.group
         if group.failure.usable:
+            if self.places is not None:  # after a failure, `shrink` may still need the move's weights
+                self.places.end_move()
             if not group.failure.suspended:  # `suspend` has ended all ranks' work
                 group.launches.agree(CollectiveCall(FINALIZE))
                 group.synchronize()

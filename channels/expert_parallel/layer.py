@@ -340,29 +340,55 @@ class EPAll2AllLayer:
         places = self.ctx.places
         return None if places is None else places.placement
 
-    def place(self, placement: Sequence[int]) -> None:
+    def place(self, placement: Sequence[int], weights: Sequence[Any] | None = None) -> bool:
         """Changes the placement of a layer that was made with one. All ranks call this together, between a `combine`
-        and the next `dispatch`. The call waits for the work that is queued on this rank's device.
+        and the next `dispatch`.
 
-        Before the call, each rank's new places must hold the weights of their experts. When the call returns, no rank
-        sends tokens to the former places, whose weights may then be overwritten. Captured graphs use the new
-        placement from their next launch on. If a rank is lost during the call, `shrink` returns a layer in which all
-        ranks have the same placement, the former or the new placement, and no weights that this layer uses have been
-        overwritten.
+        Without `weights`, the placement changes at once. Before the call, each rank's new places must hold the weights
+        of their experts. When the call returns, no rank sends tokens to the former places, whose weights may then be
+        overwritten. The call waits for the work that is queued on this rank's device.
+
+        With `weights`, the call also moves weights, while the ranks continue their steps with the former placement. The
+        ranks repeat the call between steps until it returns True. The first call waits for the queued work, starts to
+        read the weights of this rank's new experts from the nearest ranks that have them, and returns False. Each later
+        call exchanges a few bytes with the other ranks; if the weights of all ranks have arrived, the call waits for
+        the queued work, changes the placement, and returns True.
+
+        During a move, the program must neither change nor free the arrays. A call with another placement, or without
+        `weights`, ends the move. So do an error, `finalize`, and `shrink` and `grow` of this layer. The former
+        placement then stays valid, but the contents of empty places are undefined. To repeat the move, call `place`
+        again, after `shrink` or `grow` of the new layer.
+
+        Weights for empty places are written directly, and weights for places in use arrive in a buffer. Until the end
+        of a move, a rank's buffers take as much memory as its places in use that get another expert. To need less
+        memory, move fewer places at a time.
+
+        Captured graphs use the new placement from their next launch on. If a rank is lost during the call, `shrink`
+        returns a layer in which all ranks have the same placement, the former or the new placement, and its weights.
 
         Args:
             placement: as for the constructor, with the same number of experts; the same on all ranks.
+            weights: None, or a sequence of contiguous arrays in host or device memory whose first dimension is this
+                rank's places, such as w13, w2 and their scales. All ranks pass arrays with rows of the same sizes, and
+                each rank passes the same arrays in all calls of a move.
+
+        Returns:
+            Whether the placement has changed; the same on all ranks.
 
         Raises:
-            ArgumentError: `placement` is wrong or differs between ranks, and no rank has changed its placement; or the
-                layer was made without a placement, or a call in two halves is under way.
+            ArgumentError: an argument is wrong or differs between ranks, or no remaining rank has the weights of an
+                expert, and no rank has changed its placement; or the layer was made without a placement, or a call in
+                two halves is under way.
+            TransferError: this rank or another rank can't get its weights, and no rank has changed its placement. The
+                other ranks' error names this rank and the reason. This rank raises the error itself, which may also be
+                a ResourceError or MemoryError.
             CommunicatorError: a peer failed; see its subclasses.
         """
         self._end_earlier(self.dispatching)
         self._end_earlier(self.combining)
         if self.placement is None or self.ctx.places is None:
             raise ArgumentError("placement", "the layer was made without one; pass `placement` to EPAll2AllLayer")
-        self.ctx.places.place(placement)
+        return self.ctx.places.place(placement, weights)
 
     @property
     def _present(self) -> list[int]:
@@ -381,7 +407,10 @@ class EPAll2AllLayer:
             placement=self.placement,
             placed=0 if places is None else places.turns,
         )
-        return EPAll2AllLayer._on(members, options)
+        layer = EPAll2AllLayer._on(members, options)
+        if places is not None:
+            places.hand_over(group, layer.placement)
+        return layer
 
     def ep_barrier_all(self, stream: StreamLike = None, intra_node_only: bool = False) -> None:
         """Waits on the stream until all ranks have made this call.

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from proxyccl import (
-    Communicator,
-)
+from proxyccl import Communicator, EPAll2AllLayer
 from support.cases.expert_layer import (
     DTYPES,
     Case,
@@ -81,6 +79,23 @@ def test_a_rank_without_rows_takes_the_weights_of_its_peers_rows(
             assert (layer.combine_recv(layer.combine_send(rows, desc, weights=weights)) == 0.5).all()
 
     run_ranks(2, body, local_world_size=local_world_size)
+
+
+@HOST_TENSORS
+def test_the_weights_of_experts_that_move_may_be_tensors(torch: ModuleType) -> None:
+    before, after = torch.tensor([[0, 1], [-1, 2]]), torch.tensor([[2, 1], [0, 2]])
+
+    def body(comm: Communicator) -> None:
+        layer = EPAll2AllLayer(comm, 4, 8, 1, comm.rank, 4, 2, 2, placement=before.flatten().tolist())
+        parameter = torch.nn.Parameter(before[comm.rank, :, None].repeat(1, 5).bfloat16())
+        scales = before[comm.rank, :, None, None].repeat(1, 3, 4).float().to(torch.float8_e4m3fn)
+        while not layer.place(after.flatten().tolist(), [parameter, scales]):
+            pass
+        for tensor in (parameter, scales):
+            assert (tensor.flatten(1).float() == after[comm.rank, :, None]).all()
+        layer.finalize()
+
+    run_ranks(2, body)
 
 
 @HOST_TENSORS

@@ -3,10 +3,9 @@
 python tests/support/faults/healing.py --count 100 --seed 1
 
 A seed determines a case: which of four ranks are killed, and when. While all ranks are alive, they move experts between
-their places: they empty a place, an agent reads the weights of another place into it, and the ranks change the
-placement. Ranks are killed at a random time, while experts move, while the others recover from a loss, or while a new
-process joins; the victim may be the new process. The case ends when all ranks have been running for some steps after
-the last kill.
+their places, with their weights, and empty places. Ranks are killed at a random time, while experts move, while the
+others recover from a loss, or while a new process joins; the victim may be the new process. The case ends when all
+ranks have been running for some steps after the last kill.
 
 Each rank checks every result of every step: it must be the exact sum over the experts that have a place on a remaining
 rank. Findings are wrong results, errors that are not the library's, and cases that do not end in time.
@@ -15,7 +14,6 @@ rank. Findings are wrong results, errors that are not the library's, and cases t
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -36,10 +34,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl import Communicator, CommunicatorError, EPAll2AllLayer, FileBootstrap, ProxyCCLError
-from proxyccl.transfer import Agent, Transfer, TransferError
 
 RANKS, PER_RANK, EXPERTS, TOKENS, HIDDEN, TOPK = 4, 3, 8, 8, 64, 2
 FIRST = (0, 1, 2, 3, 0, 4, 5, 1, 7, 6, 2, -1)
+_LARGE = 4 << 20  # bytes of a place; moves of weights last for several steps
 _TIMEOUT_SECONDS = 6.0
 _JOIN_SECONDS = 2.0
 _START_SECONDS = 60.0
@@ -88,6 +86,8 @@ def write(path: Path, data: bytes) -> None:
 
 
 def weights_of(expert: int) -> NDArray[np.float32]:
+    if expert < 0:
+        return np.full(HIDDEN, -1, np.float32)
     return np.random.default_rng(expert).integers(1, 9, HIDDEN).astype(np.float32)
 
 
@@ -103,13 +103,10 @@ class Rank:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self._directory = plan, Path(plan.directory)
-        self._weights = np.zeros((PER_RANK, HIDDEN), np.float32)
-        self._agent = Agent(f"{plan.number}.{plan.attempt}")
-        self._region = self._agent.register(self._weights, label="weights")
-        self._first, self._tried, self._moves = plan.number * PER_RANK, plan.attempt, 0
-        self._moving: tuple[int, int, Transfer | None] | None = None  # the place, its expert, and the transfer
-        self._load()
-        write(self._directory / f"agent-{plan.number}", self._agent.metadata())
+        self._first, self._tried = plan.number * PER_RANK, plan.attempt
+        own = plan.placement[self._first : self._first + PER_RANK]
+        self._weights = np.stack([weights_of(expert) for expert in own])
+        self._large = np.repeat(np.array(own, np.int8)[:, None], _LARGE, axis=1)
         bootstrap = plan.bootstrap
         if plan.attempt:
             write(self._directory / f"ready-{plan.attempt}", b"")
@@ -120,28 +117,6 @@ class Rank:
         options = {"lost_ranks": plan.lost, "placement": plan.placement}
         self.layer = EPAll2AllLayer(comm, *sizes, dtype="float32", **options)
 
-    def _load(self) -> None:
-        lost = {*self.plan.lost, self.plan.number}
-        found = {e: p for p, e in enumerate(self.plan.placement) if p // PER_RANK not in lost}
-        for local, expert in enumerate(self.plan.placement[self._first : self._first + PER_RANK]):
-            if expert < 0:
-                continue
-            self._weights[local] = weights_of(expert)
-            if self.plan.attempt and expert in found:
-                self._weights[local] = 0
-                try:
-                    self._read(local, found[expert]).wait(_TIMEOUT_SECONDS)
-                except TransferError:  # the other rank was killed during the transfer
-                    self._weights[local] = weights_of(expert)
-
-    def _read(self, local: int, source: int) -> Transfer:
-        agent = self._agent
-        peer = agent.add((self._directory / f"agent-{source // PER_RANK}").read_bytes())
-        theirs = next(region for region in agent.regions_of(peer) if region.label == "weights")
-        nbytes = self._weights[0].nbytes
-        into, source = self._region.address + local * nbytes, theirs.address + source % PER_RANK * nbytes
-        return agent.read(peer, [(into, source, nbytes)])
-
     def run(self) -> None:
         """Serves until all ranks see that the case is to end."""
         self._tell()
@@ -149,10 +124,10 @@ class Rank:
         while True:
             try:
                 ready = [int(path.name.removeprefix("ready-")) for path in self._directory.glob("ready-*")]
-                own = max([each for each in ready if each > self._tried], default=0), self._has_moved(), step
+                own = max([each for each in ready if each > self._tried], default=0), step
                 everyone = self._gather((*own, (self._directory / "stop").exists()))
-                step = max(theirs[2] for theirs in everyone)
-                if all(theirs[3] for theirs in everyone):
+                step = max(theirs[1] for theirs in everyone)
+                if all(theirs[2] for theirs in everyone):
                     break
                 attempt = min(theirs[0] for theirs in everyone)
                 if self.layer.lost_ranks and attempt:
@@ -160,17 +135,15 @@ class Rank:
                     self._grow(attempt)
                     continue
                 if not self.layer.lost_ranks:
-                    self._move(all_moved=all(theirs[1] for theirs in everyone))
+                    self._move()
                 self._serve(step)
                 step += 1
             except CommunicatorError as error:
                 say("error", kind=type(error).__name__, message=str(error).partition("\n")[0])
-                self._stop_moving()
                 self.layer = self.layer.shrink()
                 self._tell()
         self.layer.finalize()
         self.layer.ctx.communicator.close()
-        self._agent.close()
         say("done", steps=step)
 
     def _tell(self) -> None:
@@ -207,43 +180,21 @@ class Rank:
         old.finalize()
         old.ctx.communicator.close(wait=False)
 
-    def _has_moved(self) -> bool:
-        try:
-            return self._moving is None or self._moving[2] is None or self._moving[2].done()
-        except TransferError:  # the other rank was killed; the next call of the layer reports it
-            return False
-
-    def _stop_moving(self) -> None:
-        if self._moving is not None and self._moving[2] is not None:
-            with contextlib.suppress(TransferError):  # it may have ended
-                self._moving[2].cancel()
-        self._moving = None
-
-    def _move(self, *, all_moved: bool) -> None:
-        """Begins to move an expert, or ends the move if its weights have arrived. All ranks make this call together."""
+    def _move(self) -> None:
+        """Makes a call of `place`, which moves experts or empties places. All ranks make this call together. The
+        current placement determines the next one, so the ranks repeat the same call until the placement changes.
+        """
         placement = list(self.layer.placement or ())
-        if self._moving is not None:
-            if all_moved:
-                place, expert, _ = self._moving
-                placement[place], self._moving = expert, None
-                say("placing")
-                self.layer.place(placement)
-            return
         rng = random.Random(f"{self.plan.seed} {placement}")
-        places = [p for p, e in enumerate(placement) if e < 0 or placement.count(e) > 1]
-        place = rng.choice(places)
-        placement[place] = -1
-        source = rng.choice([p for p, e in enumerate(placement) if e >= 0])
+        empties = rng.random() < 0.3
+        for _ in range(rng.randint(1, 3)):
+            place = rng.choice([p for p, e in enumerate(placement) if e < 0 or placement.count(e) > 1])
+            placement[place] = -1 if empties else rng.randrange(EXPERTS)
         say("placing")
-        self.layer.place(placement)  # from here on no rank sends tokens to this place
-        transfer = None
-        if place // PER_RANK == self.plan.number:
-            self._weights[place - self._first] = -1
-            if source // PER_RANK == self.plan.number:
-                self._weights[place - self._first] = self._weights[source - self._first]
-            else:
-                transfer = self._read(place - self._first, source)
-        self._moving = place, placement[source], transfer
+        if self.layer.place(placement, None if empties else [self._weights, self._large]):
+            for local, expert in enumerate(placement[self._first : self._first + PER_RANK]):
+                if expert < 0:
+                    self._weights[local] = self._large[local] = -1
 
     def _serve(self, step: int) -> None:
         layer, number = self.layer, self.plan.number
@@ -255,9 +206,12 @@ class Rank:
         first = layer.ctx.communicator.rank * PER_RANK
         counts = desc.counts.sum(axis=0)[first : first + PER_RANK]
         out = layer.combine(rows * np.repeat(self._weights, counts, axis=0), desc)
-        here = {e for p, e in enumerate(layer.placement or ()) if p // PER_RANK not in layer.lost_ranks}
+        placement = np.array(layer.placement)
+        here = {e for p, e in enumerate(placement) if p // PER_RANK not in layer.lost_ranks}
         factors = np.stack([weights_of(e) * (e in here) for e in range(EXPERTS)])
-        if not np.array_equal(out, tokens * factors[ids].sum(axis=1)):
+        own = placement[self._first : self._first + PER_RANK, None]
+        moved = ((self._large[:, ::4096] == own) | (own < 0)).all()
+        if not moved or not np.array_equal(out, tokens * factors[ids].sum(axis=1)):
             say("wrong", step=step, placement=layer.placement, lost=layer.lost_ranks)
             os._exit(3)
         say("step", whole=not layer.lost_ranks)
