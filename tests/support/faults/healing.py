@@ -18,6 +18,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -382,6 +383,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100, help="cases to run")
     parser.add_argument("--seed", type=int, default=1, help="the first case's seed, which determines the case")
+    parser.add_argument("--longest", type=float, help="seconds above which the time between two steps is a finding")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
@@ -389,13 +391,16 @@ def main() -> int:
     findings, stalls, kills = [], [], 0
     for seed in range(options.seed, options.seed + options.count):
         found, case = run(seed)
+        if options.longest is not None and case.stall > options.longest:
+            found.append(f"healing, seed {seed}: {case.stall:.2f} s between two steps")
         findings += found
         stalls.append(case.stall)
         kills += len(case.kills)
         for finding in found:
             print(finding, flush=True)
-    longest = f"the longest time between two steps was {max(stalls):.2f} s"
-    print(f"healing: {options.count} cases, {kills} kills, {len(findings)} findings; {longest}", flush=True)
+    times = f"{statistics.median(stalls):.2f} s in the median case, {max(stalls):.2f} s at most"
+    print(f"healing: {options.count} cases, {kills} kills, {len(findings)} findings", flush=True)
+    print(f"healing: longest time between two steps: {times}", flush=True)
     return int(bool(findings))
 
 
