@@ -27,14 +27,13 @@ from support.stream_words import wait_value
 pytestmark = [pytest.mark.hip, pytest.mark.skipif(not are_there(), reason="HIP's library is not the stand-in")]
 
 
-@pytest.mark.parametrize("kind", ["all_reduce"])
+@pytest.mark.parametrize("kind", ["all_reduce", "transfers"])
 @pytest.mark.parametrize("by_number", [False, True], ids=["object", "number"])
 @pytest.mark.parametrize(
     ("calls", "ordered"),
     [
         ("a0 b1 c0", True),
         ("a0 b1 . b0", True),
-        ("a0 a1 . c0", True),
         ("a1 b1", True),
         ("a1 b2 c1", True),
         ("a1 b0 c1", True),
