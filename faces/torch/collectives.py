@@ -241,7 +241,9 @@ class Collectives:
     _start_coalescing = start_coalescing
 
     def end_coalescing(self, device: Any = None) -> Any:
-        collected, self.calls.coalescing.works = self.calls.coalescing.works, None
+        state = self.calls.coalescing
+        collected = state.before_error if state.works is None else state.works
+        state.works = state.before_error = None
         if collected is None:
             raise RuntimeError("end_coalescing: there was no start_coalescing before it")
         return JointWork(collected)

@@ -127,9 +127,12 @@ class _Call(Struct, eq=False):
 
 
 class _Coalescing(threading.local):
-    """Holds the Works of the calls that a thread coalesces; None while the thread does not coalesce."""
+    """Holds the Works of the calls that a thread coalesces; None while the thread does not coalesce. `before_error`:
+    the Works of the coalescing that an error has ended.
+    """
 
     works: list[DeviceWork | HostWork | JointWork] | None = None
+    before_error: list[DeviceWork | HostWork | JointWork] | None = None
 
 
 class IssuedCalls:
@@ -428,7 +431,20 @@ class IssuedCalls:
     # -- transfers ---
 
     def transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
-        """Sends a tensor to a peer or receives one from it. Returns the Work, or None while calls are coalesced."""
+        """Sends a tensor to a peer or receives one from it. Returns the Work, or None while calls are coalesced.
+
+        An error ends the coalescing, because torch's `batch_isend_irecv` then calls no `end_coalescing`.
+        """
+        state = self.coalescing
+        try:
+            work = self._transfer(tensors, peer, sends=sends)
+        except BaseException:
+            if state.works is not None:
+                state.works, state.before_error = None, state.works
+            raise
+        return None if state.works is not None else work
+
+    def _transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
         (x,) = tensors
         named, flow = _by_flow(peer, int(self.rank < peer), sends), (peer, sends)
         work = self._transfer_in_c(x, flow, named)
@@ -449,7 +465,7 @@ class IssuedCalls:
             outs, xs = ((), tensors) if sends else (tensors, ())
             number = next(self._numbers)
             work = self._issue(_Call(named[0], outs, xs, make, tensor.device, False, None, flow, False, number))
-        return None if self.coalescing.works is not None else work
+        return work
 
     def _transfer_in_c(self, x: torch.Tensor, flow: Flow, named: _Named) -> Any:
         """Makes a transfer by one call into C. Returns NotImplemented if no prepared launch or no communicator exists,
