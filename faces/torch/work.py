@@ -423,8 +423,14 @@ class JointWork(_KeptWork):
 
     def _make_future(self) -> Any:
         """Returns a future of all results. During its callbacks, the current streams wait for the calls."""
-        futures = [work.get_future() for work in self._works]
         ended = torch.futures.Future(devices=sorted(self._gpus(), key=str))
+        if self._gpus() and torch.cuda.is_current_stream_capturing():
+            # A capture fails if a stream of it is not joined in the end, as the stream on which torch calls `then`'s
+            # function is if the program does not wait for the future.
+            self.wait()
+            ended.set_result(self.result())
+            return ended
+        futures = [work.get_future() for work in self._works]
         joint = ended.then(lambda _: [tensor for future in futures for tensor in future.wait()])
         # The future of `collect_all` has no devices, so no stream waits in its callbacks.
         torch.futures.collect_all(futures).add_done_callback(lambda _: ended.set_result(None))
