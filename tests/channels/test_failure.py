@@ -784,6 +784,7 @@ def test_closing_twice_does_nothing() -> None:
         comm.close()
         comm.close()
         assert comm.closed
+        assert not comm.group.failure.aborted
         assert "closed" in repr(comm)
 
     run_ranks(2, body)
