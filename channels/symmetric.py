@@ -173,6 +173,7 @@ class SymmetricMemory:
         self._closed = False
         self._mapping = threading.Lock()  # guards `_seen` and `_handled`
         self._proxy: Proxy | None = None
+        self._adding = threading.Lock()  # guards `Announced.proxy_memory`; unlike `_lock`, no watcher waits for it
         self._seen = dict.fromkeys(peers, 0)  # the change count of each peer's table when last handled
         self._handled: dict[tuple[int, int], _Handled] = {}  # by peer and entry number
 
@@ -401,7 +402,7 @@ class SymmetricMemory:
     def own_memory(self, announced: Announced) -> int:
         """Returns the id, in this rank's proxy, of the first 4 GiB of this rank's range. Raises ResourceError if no ids
         are left."""
-        with self._lock:
+        with self._adding:
             if announced.proxy_memory is None:
                 if self._proxy is None:
                     raise RuntimeError("serve was not called")
