@@ -189,9 +189,8 @@ class SymmetricMemory:
         """
         try:
             memory = self._device_memory.allocate(nbytes, purpose)
-        except ResourceError:
-            if not self.let_go_withdrawn():
-                raise
+        except ResourceError:  # retries even if another thread has let withdrawn memory go meanwhile
+            self.let_go_withdrawn()
             memory = self._device_memory.allocate(nbytes, purpose)
         announced = self.announce(memory.ptr, nbytes, memory, reserved=reserved)
         if announced is None:
@@ -351,16 +350,13 @@ class SymmetricMemory:
         self.withdrawn[announced.entry] = announced.memory
         announced.memory = None
 
-    def let_go_withdrawn(self) -> bool:
-        """Drops the references to withdrawn memory that all peers have unmapped, so that the memory is freed. Returns
-        whether any reference was dropped.
-        """
+    def let_go_withdrawn(self) -> None:
+        """Drops the references to withdrawn memory that all peers have unmapped, so that the memory is freed."""
         with self._lock:
             done = [entry for entry in list(self.withdrawn) if self._replies(entry) is not None]
             for entry in done:
                 del self.withdrawn[entry]
             self._free += done
-        return bool(done)
 
     @property
     def lent_sizes(self) -> list[int]:
