@@ -38,7 +38,7 @@ class CurrentStream(int):
 
 
 _NUMBERS = (int, CurrentStream)
-_MOST_CAPTURES = 16  # the captures of which the latest launch is known
+_MOST_CAPTURES = 16  # the greatest number of captures whose latest launches are known
 
 
 def array_types(runtime: Runtime) -> tuple[type, type, dict[type, object], tuple[str, int], int]:
@@ -220,7 +220,7 @@ class Launches:
     def last_stream(self) -> int | None:
         """The handle of a stream that is ordered after the latest launch outside captures; None before that launch.
 
-        A program that passes a stream by number must keep that stream open until the next call.
+        A program that passes a stream by number must keep that stream open until the next call that is not captured.
         """
         self._see_turns()
         last = self._last
@@ -325,7 +325,8 @@ class Launches:
         named = identify_stream(self._runtime, handle)
         closed = closed_stream(self._last_stream_owner)
         capture = self._runtime.capture_of(handle)
-        # C issues calls on the stream of the latest call without Python, so a capture's first launches may be in _last.
+        # For a call on the same stream as the call before it, C does not query whether a capture records the stream. So
+        # if no launch of this capture is known, the capture's latest launch may have been on `_last`.
         last = self._captured.get(capture, None if closed else self._last)
         if last is not None and last != named:
             self._runtime.order_streams(reachable_stream(self._runtime, last), handle)
