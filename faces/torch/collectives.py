@@ -241,11 +241,9 @@ class Collectives:
     _start_coalescing = start_coalescing
 
     def end_coalescing(self, device: Any = None) -> Any:
-        state = self.calls.coalescing
-        collected = state.before_error if state.works is None else state.works
-        state.works = state.before_error = None
+        collected, self.calls.coalescing.works = self.calls.coalescing.works, None
         if collected is None:
-            raise RuntimeError("end_coalescing: there was no start_coalescing before it")
+            raise RuntimeError("end_coalescing: expected a start_coalescing before it, and no failed transfer since")
         return JointWork(collected)
 
     _end_coalescing = end_coalescing

@@ -127,12 +127,9 @@ class _Call(Struct, eq=False):
 
 
 class _Coalescing(threading.local):
-    """Holds the Works of the calls that a thread coalesces; None while the thread does not coalesce. `before_error`:
-    the Works of the coalescing that an error has ended.
-    """
+    """Holds the Works of the calls that a thread coalesces; None while the thread does not coalesce."""
 
     works: list[DeviceWork | HostWork | JointWork] | None = None
-    before_error: list[DeviceWork | HostWork | JointWork] | None = None
 
 
 class IssuedCalls:
@@ -435,14 +432,12 @@ class IssuedCalls:
 
         An error ends the coalescing, because torch's `batch_isend_irecv` then calls no `end_coalescing`.
         """
-        state = self.coalescing
         try:
             work = self._transfer(tensors, peer, sends=sends)
         except BaseException:
-            if state.works is not None:
-                state.works, state.before_error = None, state.works
+            self.coalescing.works = None
             raise
-        return None if state.works is not None else work
+        return None if self.coalescing.works is not None else work
 
     def _transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
         (x,) = tensors
@@ -464,7 +459,7 @@ class IssuedCalls:
             self.require_process()
             outs, xs = ((), tensors) if sends else (tensors, ())
             number = next(self._numbers)
-            work = self._issue(_Call(named[0], outs, xs, make, tensor.device, False, None, flow, False, number))
+            return self._issue(_Call(named[0], outs, xs, make, tensor.device, False, None, flow, False, number))
         return work
 
     def _transfer_in_c(self, x: torch.Tensor, flow: Flow, named: _Named) -> Any:
