@@ -81,7 +81,7 @@ static inline int proxyccl_stream_issue_current(ProxycclStreamOperations* self, 
       status = proxyccl_stream_issue_words(self, words, step->words, (void*)stream);
     else if (step->launch != 0)
       status = proxyccl_launch_current(step->launch, stream);
-    else if (step->bytes == 0)
+    else if (step->bytes == 0 || step->dst == step->src)
       status = 0;
     else if (step->src != 0)
       status = self->copy(step->dst, step->src, step->bytes, (void*)stream);

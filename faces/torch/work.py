@@ -425,9 +425,7 @@ class JointWork(_KeptWork):
         """Returns a future of all results. During its callbacks, the current streams wait for the calls."""
         ended = torch.futures.Future(devices=sorted(self._gpus(), key=str))
         if self._gpus() and torch.cuda.is_current_stream_capturing():
-            # A capture fails if a stream of it is not joined in the end, as the stream on which torch calls `then`'s
-            # function is if the program does not wait for the future.
-            self.wait()
+            self.wait()  # torch would call `then`'s function on a stream that only a wait for the future joins
             ended.set_result(self.result())
             return ended
         futures = [work.get_future() for work in self._works]
