@@ -22,7 +22,8 @@ typedef struct ProxycclStreamOperation {
   uint64_t reserved2[2];
 } ProxycclStreamOperation;
 
-/* A step is one of: operations on words; else a launch; else a copy. A copy from NULL sets all bits. */
+/* A step is one of: operations on words; else a launch; else a copy. A copy from NULL sets all bits, and a copy of
+ * memory to itself issues nothing. */
 typedef struct ProxycclStreamStep {
   uint32_t words;               /* the number of operations on words, which the steps take in order */
   const ProxycclLaunch* launch; /* a launch in the context that the streams belong to */
