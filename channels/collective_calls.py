@@ -56,9 +56,9 @@ class CollectiveCalls(NormCalls, TransferCalls):
                 algorithms may be chosen; results are correct even if some arrays are not. All ranks pass the same
                 promise.
             stream: where to queue the call: a stream of any library, or its handle, which must live until the next
-                call. With None, the call on the host runtime returns when it is complete; on a GPU it is queued on the
-                current stream of the library that owns `x` (torch, CuPy), else on the calling thread's default stream.
-                While the thread captures a graph, the stream must be one that is captured.
+                call that no graph captures. With None, the call on the host runtime returns when it is complete; on a
+                GPU it is queued on the current stream of the library that owns `x` (torch, CuPy), else on the calling
+                thread's default stream. While the thread captures a graph, the stream must be one that is captured.
 
         Returns:
             `out`, or `x`.

@@ -173,6 +173,7 @@ class SymmetricMemory:
         self._closed = False
         self._mapping = threading.Lock()  # guards `_seen` and `_handled`
         self._proxy: Proxy | None = None
+        self._adding = threading.Lock()  # guards `Announced.proxy_memory`; unlike `_lock`, no watcher waits for it
         self._seen = dict.fromkeys(peers, 0)  # the change count of each peer's table when last handled
         self._handled: dict[tuple[int, int], _Handled] = {}  # by peer and entry number
 
@@ -188,9 +189,8 @@ class SymmetricMemory:
         """
         try:
             memory = self._device_memory.allocate(nbytes, purpose)
-        except ResourceError:
-            if not self.let_go_withdrawn():
-                raise
+        except ResourceError:  # retries even if another thread has let withdrawn memory go meanwhile
+            self.let_go_withdrawn()
             memory = self._device_memory.allocate(nbytes, purpose)
         announced = self.announce(memory.ptr, nbytes, memory, reserved=reserved)
         if announced is None:
@@ -350,16 +350,13 @@ class SymmetricMemory:
         self.withdrawn[announced.entry] = announced.memory
         announced.memory = None
 
-    def let_go_withdrawn(self) -> bool:
-        """Drops the references to withdrawn memory that all peers have unmapped, so that the memory is freed. Returns
-        whether any reference was dropped.
-        """
+    def let_go_withdrawn(self) -> None:
+        """Drops the references to withdrawn memory that all peers have unmapped, so that the memory is freed."""
         with self._lock:
             done = [entry for entry in list(self.withdrawn) if self._replies(entry) is not None]
             for entry in done:
                 del self.withdrawn[entry]
             self._free += done
-        return bool(done)
 
     @property
     def lent_sizes(self) -> list[int]:
@@ -401,7 +398,7 @@ class SymmetricMemory:
     def own_memory(self, announced: Announced) -> int:
         """Returns the id, in this rank's proxy, of the first 4 GiB of this rank's range. Raises ResourceError if no ids
         are left."""
-        with self._lock:
+        with self._adding:
             if announced.proxy_memory is None:
                 if self._proxy is None:
                     raise RuntimeError("serve was not called")

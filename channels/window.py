@@ -161,7 +161,7 @@ class Window:
         launches.launch(launch, launches.stream_for(stream, x), (x,), (self._words,))
 
     def _require_no_capture(self, handle: StreamLike) -> None:
-        if self._runtime.is_capturing(self._runtime.stream_handle(handle)):
+        if self._runtime.capture_of(self._runtime.stream_handle(handle)):
             raise ArgumentError("stream", "is being captured into a graph, which can't count signals")
 
     def _word(self, rank: int) -> int:

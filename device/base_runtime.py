@@ -410,9 +410,10 @@ class BaseRuntime(Protocol):
                 into a graph while work on `stream` would not be captured.
         """
 
-    def is_capturing(self, stream: int) -> bool:
-        """Returns whether the stream with this handle is being captured into a graph."""
-        return False
+    def capture_of(self, stream: int) -> int:
+        """Returns the number of the capture that records the work of the stream with this handle into a graph; 0 if
+        the stream is not captured. No two captures of a process have the same number."""
+        return 0
 
     def order_streams(self, first: int, then: int) -> None:
         """Makes later work of stream `then` wait for the work queued so far on stream `first`. `first` and `then` are

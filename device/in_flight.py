@@ -96,7 +96,7 @@ class InFlight:
                 self._end_an_open_batch()
             # An event recorded during a capture never completes, so the batch stays open until a launch outside the
             # capture.
-            if len(batch) < _BATCH or self._runtime.is_capturing(handle):
+            if len(batch) < _BATCH or self._runtime.capture_of(handle):
                 return
             self._end_batch(key)
             self._release_done()
@@ -113,7 +113,7 @@ class InFlight:
         for key, (stream, _) in self._open.items():
             if not isinstance(stream, OwnedStream) or not self._is_reachable(key):
                 continue
-            if stream.closed or not self._runtime.is_capturing(_handle(key)):
+            if stream.closed or not self._runtime.capture_of(_handle(key)):
                 self._end_batch(key)
                 self._release_done()
                 return
@@ -140,12 +140,12 @@ class InFlight:
         with self._lock:
             for key, (stream, _) in list(self._open.items()):
                 lives = type(stream) is not int and self._is_reachable(key)
-                if closed_stream(stream) is not None or (lives and not self._runtime.is_capturing(_handle(key))):
+                if closed_stream(stream) is not None or (lives and not self._runtime.capture_of(_handle(key))):
                     self._end_batch(key)
             events = [event for event, _ in self._batches]
             for launcher in self._launchers:
                 last = launcher.last_stream
-                if last is not None and not self._runtime.is_capturing(last):
+                if last is not None and not self._runtime.capture_of(last):
                     events.append(self._event(last))
         for event in events:
             event.synchronize()

@@ -22,7 +22,8 @@ typedef struct ProxycclStreamOperation {
   uint64_t reserved2[2];
 } ProxycclStreamOperation;
 
-/* A step is one of: operations on words; else a launch; else a copy. A copy from NULL sets all bits. */
+/* A step is one of: operations on words; else a launch; else a copy. A copy from NULL sets all bits, and a copy of
+ * memory to itself issues nothing. */
 typedef struct ProxycclStreamStep {
   uint32_t words;               /* the number of operations on words, which the steps take in order */
   const ProxycclLaunch* launch; /* a launch in the context that the streams belong to */
@@ -81,7 +82,7 @@ static inline int proxyccl_stream_issue_current(ProxycclStreamOperations* self, 
       status = proxyccl_stream_issue_words(self, words, step->words, (void*)stream);
     else if (step->launch != 0)
       status = proxyccl_launch_current(step->launch, stream);
-    else if (step->bytes == 0)
+    else if (step->bytes == 0 || step->dst == step->src)
       status = 0;
     else if (step->src != 0)
       status = self->copy(step->dst, step->src, step->bytes, (void*)stream);

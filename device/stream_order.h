@@ -27,24 +27,28 @@ static inline int proxyccl_order_is_current(const ProxycclStreamOrder* self) {
   return proxyccl_is_current(self->current, self->context);
 }
 
-/* Returns the number of the capture that records the stream's work into a graph; 0 if the stream is not captured. Each
- * capture of the process has a different number. */
-static inline uint64_t proxyccl_stream_capture(const ProxycclStreamOrder* self, uintptr_t stream) {
-  uint64_t id = UINT64_MAX; /* the result if the driver gives no number */
+/* Stores the number of the capture that records the stream's work into a graph; 0 if the stream is not captured. Each
+ * capture of the process has a different number. Returns the driver's status. */
+static inline int proxyccl_stream_find_capture(const ProxycclStreamOrder* self, uintptr_t stream, uint64_t* capture) {
   int captures = 0;
-  if (self->capture_info == NULL) return 0;
-  const int status = self->capture_info((void*)stream, &captures, &id, NULL, NULL, NULL);
-  return status == PROXYCCL_CAPTURE_IMPLICIT || (status == 0 && captures != 0) ? id : 0;
+  *capture = UINT64_MAX; /* the result if the driver gives no number */
+  const int status =
+      self->capture_info == NULL ? 0 : self->capture_info((void*)stream, &captures, capture, NULL, NULL, NULL);
+  if (status == PROXYCCL_CAPTURE_IMPLICIT) return 0;
+  if (captures == 0) *capture = 0;
+  return status;
 }
 
-/* Sets *captures to whether the stream is being captured into a graph. Returns the driver's status; does nothing and
- * returns PROXYCCL_OTHER_CONTEXT if another context is current. */
-static inline int proxyccl_stream_ask_capture(const ProxycclStreamOrder* self, uintptr_t stream, int* captures) {
-  if (!proxyccl_order_is_current(self)) return PROXYCCL_OTHER_CONTEXT;
-  const int status =
-      self->capture_info == NULL ? 0 : self->capture_info((void*)stream, captures, NULL, NULL, NULL, NULL);
-  if (status == PROXYCCL_CAPTURE_IMPLICIT) *captures = 1;
-  return status == PROXYCCL_CAPTURE_IMPLICIT ? 0 : status;
+/* Returns the number of the stream's capture; 0 if the stream is not captured or the driver reports an error. */
+static inline uint64_t proxyccl_stream_capture(const ProxycclStreamOrder* self, uintptr_t stream) {
+  uint64_t capture;
+  return proxyccl_stream_find_capture(self, stream, &capture) == 0 ? capture : 0;
+}
+
+/* Stores the number of the stream's capture. Returns the driver's status; does nothing and returns
+ * PROXYCCL_OTHER_CONTEXT if another context is current. */
+static inline int proxyccl_stream_ask_capture(const ProxycclStreamOrder* self, uintptr_t stream, uint64_t* capture) {
+  return proxyccl_order_is_current(self) ? proxyccl_stream_find_capture(self, stream, capture) : PROXYCCL_OTHER_CONTEXT;
 }
 
 /* Records an event on a stream. This function and the next two return the driver's status; they do nothing and return

@@ -13,7 +13,7 @@
 #include "flows.h"
 #include "stream_order.h"
 
-enum { FEW_MOVES = 32 };
+enum { FEW_MOVES = 32, LASTS = 5 };
 static const uintptr_t NO_STREAM = UINTPTR_MAX; /* the stream may be closed, so its handle is not kept */
 
 /* Data that this rank sends (`target` is 0), receives (`source` is 0), or copies within itself. */
@@ -30,7 +30,7 @@ typedef struct Moves {
   Move few[FEW_MOVES];
 } Moves;
 
-/* Describes the latest launch of a flow, or the latest one that a graph captured. */
+/* Describes the latest launch of a flow in one capture, or outside captures. */
 typedef struct LastOfFlow {
   uint32_t event;   /* number, from 1, of the event recorded after the launch; 0 if there was no launch */
   uintptr_t stream; /* the stream of the launch, or NO_STREAM */
@@ -58,7 +58,7 @@ typedef struct FlowCalls {
   const ProxycclStreamOrder* streams;
   const ProxycclControl* control;
   uintptr_t thread_stream; /* the handle of the per-thread default stream; NO_STREAM if there is none */
-  LastOfFlow* last;        /* for each flow, the latest launch that was not captured, and the latest captured one */
+  LastOfFlow* last;        /* LASTS for each flow: the first outside captures, the others in one capture each */
   uint32_t* turns;         /* for each flow, the number of its moves so far; used while moves are ordered */
   Event* events;           /* at most one for each item of `last`, and one for the call being issued */
   uint32_t event_count;
@@ -69,8 +69,15 @@ static PyObject *state_name, *open_name; /* made once per process */
 /* Returns the number of a move's flow: 2 * peer for receiving, 2 * peer + 1 for sending. */
 static uint32_t flow_of(const Move* move) { return 2 * move->peer + (move->source != 0); }
 
+/* Returns the latest launch of a move's flow in a capture. If there is none, returns the launch to replace, which is
+ * of the capture that began first. */
 static LastOfFlow* last_of(const FlowCalls* self, const Move* move, uint64_t capture) {
-  return &self->last[2 * flow_of(move) + (capture != 0)];
+  LastOfFlow *each = &self->last[LASTS * flow_of(move)], *oldest = each + 1;
+  for (int i = 0; i < LASTS; ++i) {
+    if (each[i].capture == capture) return &each[i];
+    if (i > 0 && each[i].capture < oldest->capture) oldest = &each[i];
+  }
+  return oldest;
 }
 
 /* -- moves --- */
@@ -616,9 +623,9 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
     return NULL;
   }
   const size_t count = 2 * (size_t)self->flows->world_size;
-  self->last = PyMem_Calloc(2 * count, sizeof *self->last);
+  self->last = PyMem_Calloc(LASTS * count, sizeof *self->last);
   self->turns = PyMem_Calloc(count, sizeof *self->turns);
-  self->events = PyMem_Calloc(2 * count + 1, sizeof *self->events);
+  self->events = PyMem_Calloc(LASTS * count + 1, sizeof *self->events);
   self->acquire = PyObject_GetAttrString(lock, "acquire");
   self->release = self->acquire == NULL ? NULL : PyObject_GetAttrString(lock, "release");
   if (self->release != NULL && self->last != NULL && self->turns != NULL && self->events != NULL) return object;

@@ -38,6 +38,7 @@ class CurrentStream(int):
 
 
 _NUMBERS = (int, CurrentStream)
+_MOST_CAPTURES = 16  # the greatest number of captures whose latest launches are known
 
 
 def array_types(runtime: Runtime) -> tuple[type, type, dict[type, object], tuple[str, int], int]:
@@ -70,8 +71,9 @@ class Launches:
         self._objects: list[str] = []
         self._lock = threading.RLock()
         self.locks: list[AbstractContextManager[object]] = [self._lock]
-        self._last: int | ThreadStream | None = None  # the stream of the latest launch
-        self._last_stream_owner: StreamLike = None  # keeps the stream of the latest launch, and so its handle, alive
+        self._last: int | ThreadStream | None = None  # the stream of the latest launch that was not captured
+        self._last_stream_owner: StreamLike = None  # keeps that stream, and so its handle, alive
+        self._captured: dict[int, int | ThreadStream] = {}  # by a capture's number, the stream of its latest launch
         self.default_stream: Stream = runtime.create_stream(in_caller=True)
         self._default_handle = self.default_stream.handle
         self.calls = Calls(
@@ -216,9 +218,9 @@ class Launches:
 
     @property
     def last_stream(self) -> int | None:
-        """The handle of a stream that is ordered after the latest launch; None before the first launch.
+        """The handle of a stream that is ordered after the latest launch outside captures; None before that launch.
 
-        A program that passes a stream by number must keep that stream open until the next call.
+        A program that passes a stream by number must keep that stream open until the next call that is not captured.
         """
         self._see_turns()
         last = self._last
@@ -322,12 +324,21 @@ class Launches:
         handle = self._default_handle if on_default else self._runtime.stream_handle(stream)
         named = identify_stream(self._runtime, handle)
         closed = closed_stream(self._last_stream_owner)
+        capture = self._runtime.capture_of(handle)
+        # For a call on the same stream as the call before it, C does not query whether a capture records the stream. So
+        # if no launch of this capture is known, the capture's latest launch may have been on `_last`.
+        last = self._captured.get(capture, None if closed else self._last)
+        if last is not None and last != named:
+            self._runtime.order_streams(reachable_stream(self._runtime, last), handle)
+        if capture:
+            if len(self._captured) == _MOST_CAPTURES and capture not in self._captured:
+                del self._captured[next(iter(self._captured))]
+            self._captured[capture] = named
+            self.calls.set_stream(None)
+            return handle
         if named != self._last or closed is not None:
-            if closed is not None:
-                if closed.end is not None and not self._runtime.is_capturing(handle):
-                    self._runtime.wait_event(handle, closed.end)
-            elif self._last is not None:
-                self._runtime.order_streams(reachable_stream(self._runtime, self._last), handle)
+            if closed is not None and closed.end is not None:
+                self._runtime.wait_event(handle, closed.end)
             self._last, self._last_stream_owner = named, stream
         elif type(stream) is not int or not isinstance(self._last_stream_owner, OwnedStream):
             self._last_stream_owner = stream

@@ -66,7 +66,7 @@ static int turn_to(Calls* self, PyObject* stream, uintptr_t* handle) {
   }
   if (self->on_host || !self->direct) return call_turn(self, stream, handle);
   if (self->stream == *handle) return 0;
-  if (self->order != NULL && *handle != self->thread_stream &&
+  if (self->order != NULL && *handle != self->thread_stream && proxyccl_stream_capture(self->order, *handle) == 0 &&
       proxyccl_stream_follow(self->order, self->event, self->stream, *handle, 1) == 0) {
     self->stream = *handle;
     return 0;

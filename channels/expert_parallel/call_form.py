@@ -87,7 +87,7 @@ class LayerParts:
         runtime = self.ctx.group.runtime
         if runtime.name == "host":
             return False
-        return runtime.is_capturing(stream if type(stream) is CurrentStream else runtime.stream_handle(stream))
+        return runtime.capture_of(stream if type(stream) is CurrentStream else runtime.stream_handle(stream)) != 0
 
     def outlives_no_graph(self, stream: StreamLike) -> bool:
         """Returns whether an output's memory may be reused after the output's arrays have been freed. The result is

@@ -149,11 +149,6 @@ class DispatchCombineContext:
         """The communicator of the layer's ranks."""
         return self.members.communicator
 
-    @property
-    def owns_communicator(self) -> bool:
-        """Whether `finalize` closes the communicator."""
-        return self.members.owned
-
     def finalize(self) -> None:
         """Releases the buffers. All ranks call this together; further calls do nothing."""
         if self.closed:

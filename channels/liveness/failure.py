@@ -140,6 +140,7 @@ class FailureState:
 
     @property
     def aborted(self) -> bool:
+        """Whether a rank has failed. False once a closed group is released."""
         return self._control.aborted
 
     def check(self) -> None:

@@ -67,7 +67,7 @@ class ScheduleRings:
     def _remove_dropped(self) -> None:
         """Removes dropped schedules once there are many, because the removal waits for all started schedules."""
         last = self._group.launches.last_stream
-        if len(self._dropped) < _MOST_DROPPED or last is None or self._group.runtime.is_capturing(last):
+        if len(self._dropped) < _MOST_DROPPED or last is None or self._group.runtime.capture_of(last):
             return
         dropped = self._dropped[:_MOST_DROPPED]
         del self._dropped[:_MOST_DROPPED]  # other threads may append to the list during this call

@@ -153,9 +153,12 @@ class ControlSegment:
     @property
     def aborted(self) -> bool:
         """Whether this rank has failed, or another rank has notified it of a failure. Ranks are notified before any
-        kernel stops.
+        kernel stops. False if the segment is closed.
         """
-        return bool(lib.proxyccl_control_abort(self._control) or lib.proxyccl_control_failed_rank(self._control))
+        control = vars(self).get("_control")
+        return control is not None and bool(
+            lib.proxyccl_control_abort(control) or lib.proxyccl_control_failed_rank(control)
+        )
 
     def raise_abort(self, record: ErrorRecord) -> None:
         """Stores the record, unless the segment has one already, and sets the abort words of the ranks of this host,

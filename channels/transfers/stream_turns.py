@@ -87,6 +87,6 @@ def require_no_capture(runtime: BaseRuntime, stream: StreamLike) -> int:
         ArgumentError: `stream` is not a stream, or is being captured into a graph.
     """
     handle = runtime.stream_handle(stream)
-    if runtime.is_capturing(handle):
+    if runtime.capture_of(handle):
         raise ArgumentError("stream", "is being captured into a graph, which can't repeat a transfer")
     return handle

@@ -210,7 +210,7 @@ class GpuRuntime(GpuMemoryRuntime):
     def stream_handle(self, stream: StreamLike) -> int:
         return stream_handle(self.context, stream)
 
-    def is_capturing(self, stream: int) -> bool:
+    def capture_of(self, stream: int) -> int:
         return self._order.ask_capture(stream)
 
     def order_streams(self, first: int, then: int) -> None:

@@ -78,15 +78,15 @@ class StreamOrder:
         """Whether a stream's work goes into a graph."""
         return bool(lib.proxyccl_stream_capture(self._order, stream))
 
-    def ask_capture(self, stream: int) -> bool:
-        """Whether a stream's work goes into a graph. Makes this device current, because the handle of a default stream
-        refers to the current device.
+    def ask_capture(self, stream: int) -> int:
+        """Returns the number of the capture that records a stream's work into a graph; 0 if there is none. Makes this
+        device current, because the handle of a default stream refers to the current device.
         """
-        captures = ffi.new("int *")
-        status = lib.proxyccl_stream_ask_capture(self._order, stream, captures)
+        capture = ffi.new("uint64_t *")
+        status = lib.proxyccl_stream_ask_capture(self._order, stream, capture)
         if status:
-            self.finish(status, "capture query", (stream, captures))
-        return bool(captures[0])
+            self.finish(status, "capture query", (stream, capture))
+        return capture[0]
 
     def mark(self, stream: int) -> StreamMark:
         """Marks the point after the work queued so far on a stream."""

@@ -115,7 +115,7 @@ class PipelineCalls(ElasticBase):
             )
         stream = self._current_stream()
         runtime = self._pipeline.runtime
-        if stream is not None and runtime.is_capturing(runtime.stream_handle(stream)):
+        if stream is not None and runtime.capture_of(runtime.stream_handle(stream)):
             raise refuse(f"{call} in a graph", "each call takes the next slot, which a replay can't do")
         return self._slots, view, peer
 

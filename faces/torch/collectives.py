@@ -243,7 +243,7 @@ class Collectives:
     def end_coalescing(self, device: Any = None) -> Any:
         collected, self.calls.coalescing.works = self.calls.coalescing.works, None
         if collected is None:
-            raise RuntimeError("end_coalescing: there was no start_coalescing before it")
+            raise RuntimeError("end_coalescing: expected a start_coalescing before it, and no failed transfer since")
         return JointWork(collected)
 
     _end_coalescing = end_coalescing

@@ -428,7 +428,18 @@ class IssuedCalls:
     # -- transfers ---
 
     def transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
-        """Sends a tensor to a peer or receives one from it. Returns the Work, or None while calls are coalesced."""
+        """Sends a tensor to a peer or receives one from it. Returns the Work, or None while calls are coalesced.
+
+        An error ends the coalescing, because torch's `batch_isend_irecv` then calls no `end_coalescing`.
+        """
+        try:
+            work = self._transfer(tensors, peer, sends=sends)
+        except BaseException:
+            self.coalescing.works = None
+            raise
+        return None if self.coalescing.works is not None else work
+
+    def _transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
         (x,) = tensors
         named, flow = _by_flow(peer, int(self.rank < peer), sends), (peer, sends)
         work = self._transfer_in_c(x, flow, named)
@@ -448,8 +459,8 @@ class IssuedCalls:
             self.require_process()
             outs, xs = ((), tensors) if sends else (tensors, ())
             number = next(self._numbers)
-            work = self._issue(_Call(named[0], outs, xs, make, tensor.device, False, None, flow, False, number))
-        return None if self.coalescing.works is not None else work
+            return self._issue(_Call(named[0], outs, xs, make, tensor.device, False, None, flow, False, number))
+        return work
 
     def _transfer_in_c(self, x: torch.Tensor, flow: Flow, named: _Named) -> Any:
         """Makes a transfer by one call into C. Returns NotImplemented if no prepared launch or no communicator exists,

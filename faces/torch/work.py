@@ -423,8 +423,12 @@ class JointWork(_KeptWork):
 
     def _make_future(self) -> Any:
         """Returns a future of all results. During its callbacks, the current streams wait for the calls."""
-        futures = [work.get_future() for work in self._works]
         ended = torch.futures.Future(devices=sorted(self._gpus(), key=str))
+        if self._gpus() and torch.cuda.is_current_stream_capturing():
+            self.wait()  # torch would call `then`'s function on a stream that only a wait for the future joins
+            ended.set_result(self.result())
+            return ended
+        futures = [work.get_future() for work in self._works]
         joint = ended.then(lambda _: [tensor for future in futures for tensor in future.wait()])
         # The future of `collect_all` has no devices, so no stream waits in its callbacks.
         torch.futures.collect_all(futures).add_done_callback(lambda _: ended.set_result(None))

@@ -206,7 +206,7 @@ class TritonKernel:
         return self._variants[key]
 
     def _require_no_capture(self, stream: StreamLike) -> None:
-        if self._runtime.is_capturing(self._runtime.stream_handle(stream)):
+        if self._runtime.capture_of(self._runtime.stream_handle(stream)):
             raise ArgumentError(
                 "args", f"kernel {self.name} was not called with such arguments before; call it once before the capture"
             )

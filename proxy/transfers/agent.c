@@ -29,13 +29,12 @@ struct timespec agent_deadline(uint64_t timeout_ns) {
 int agent_receive(ProxycclAgent *agent, const char *name, uint64_t name_bytes, const char *message, uint64_t bytes) {
   const uint64_t lengths[2] = {name_bytes, bytes};
   Buffer *inbox = &agent->inbox;
-  if (agent->read == inbox->used) agent->read = inbox->used = 0;
   char *to = buffer_extend(inbox, sizeof lengths + name_bytes + bytes);
   if (to == NULL) return ENOMEM;
   memcpy(to, lengths, sizeof lengths);
   memcpy(to + sizeof lengths, name, name_bytes);
   if (bytes > 0) memcpy(to + sizeof lengths + name_bytes, message, bytes);
-  __atomic_store_n(&agent->unread, inbox->used - agent->read, __ATOMIC_RELAXED);
+  __atomic_store_n(&agent->unread, inbox->used, __ATOMIC_RELAXED);
   pthread_cond_broadcast(&agent->changed);
   return 0;
 }
@@ -44,21 +43,22 @@ uint64_t proxyccl_agent_unread(const ProxycclAgent *agent) { return __atomic_loa
 
 uint64_t proxyccl_agent_take(ProxycclAgent *agent, char *to, uint64_t room) {
   uint64_t taken = 0;
+  Buffer *inbox = &agent->inbox;
   pthread_mutex_lock(&agent->lock);
-  while (agent->read + taken < agent->inbox.used) {
+  while (taken < inbox->used) {
     uint64_t lengths[2];
-    memcpy(lengths, agent->inbox.bytes + agent->read + taken, sizeof lengths);
+    memcpy(lengths, inbox->bytes + taken, sizeof lengths);
     const uint64_t all = sizeof lengths + lengths[0] + lengths[1];
     if (taken + all > room) break;
     taken += all;
   }
-  if (taken > 0) memcpy(to, agent->inbox.bytes + agent->read, taken);
-  agent->read += taken;
-  if (agent->read == agent->inbox.used && agent->inbox.room > 1 << 20) {
-    buffer_free(&agent->inbox);
-    agent->read = 0;
+  if (taken > 0) {
+    memcpy(to, inbox->bytes, taken);
+    inbox->used -= taken;
+    memmove(inbox->bytes, inbox->bytes + taken, inbox->used);
   }
-  __atomic_store_n(&agent->unread, agent->inbox.used - agent->read, __ATOMIC_RELAXED);
+  if (inbox->used == 0 && inbox->room > 1 << 20) buffer_free(inbox);
+  __atomic_store_n(&agent->unread, inbox->used, __ATOMIC_RELAXED);
   pthread_mutex_unlock(&agent->lock);
   return taken;
 }

@@ -323,8 +323,7 @@ struct ProxycclAgent {
   Queue copies;    /* transfers that threads copy piece by piece, in turn */
   Queue looked_at; /* transfers to poll in turn: a device advances them, or a stream starts them */
   Buffer inbox;
-  size_t read;              /* number of leading bytes of the inbox that have been read */
-  uint64_t unread;          /* atomic: unread bytes of the inbox */
+  uint64_t unread;          /* atomic: a copy of inbox.used, for readers without the lock */
   ProxycclTransferLog *log; /* the records of transfers; NULL if none are recorded */
   struct Fabric *fabric;    /* the libfabric endpoint, or NULL */
   Regions host;

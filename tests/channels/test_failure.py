@@ -775,6 +775,22 @@ def test_too_much_device_memory_is_a_resource_error() -> None:
     run_ranks(1, body)
 
 
+@NO_PROXY
+def test_an_allocation_is_retried_if_another_thread_has_just_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Communicator) -> None:
+        memory = comm.group.device_memory
+        allocate = memory.allocate
+
+        def no_memory_at_first(*arguments: Any) -> Any:
+            monkeypatch.setattr(memory, "allocate", allocate)
+            raise ResourceError("can't allocate")
+
+        monkeypatch.setattr(memory, "allocate", no_memory_at_first)
+        assert comm.empty(16, "uint8").nbytes == 16
+
+    run_ranks(1, body)
+
+
 # -- closing ---
 
 
@@ -784,6 +800,7 @@ def test_closing_twice_does_nothing() -> None:
         comm.close()
         comm.close()
         assert comm.closed
+        assert not comm.group.failure.aborted
         assert "closed" in repr(comm)
 
     run_ranks(2, body)

@@ -41,7 +41,7 @@ def test_memory_is_counted_by_purpose_until_it_is_freed() -> None:
 @pytest.mark.no_proxy
 def test_observers_see_the_memory_of_each_rank() -> None:
     def body(comm: Communicator) -> None:
-        comm.empty(1000 * (comm.rank + 1), "uint8")
+        array = comm.empty(1000 * (comm.rank + 1), "uint8")
         comm.group.device_memory.publish()
         comm.all_gather_bytes(b"")
         views = {rank.rank: rank for each in communicators() if each.name == comm.job for rank in each.ranks}
@@ -50,6 +50,7 @@ def test_observers_see_the_memory_of_each_rank() -> None:
         assert lines == [f"{comm.job}, rank {rank}: 0.0 MiB of device memory (arrays 0.0)" for rank in range(2)]
         assert memory_text("another") == ""
         comm.all_gather_bytes(b"")
+        array.free()
 
     with Ranks(2) as ranks:
         ranks.run(body)

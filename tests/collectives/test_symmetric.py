@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -236,6 +237,38 @@ def test_arrays_that_were_freed_are_unmapped_by_their_peers(ranks: Ranks) -> Non
             # `kept` may still count a freed array of an earlier test.
             wait_for(lambda: len(shared.memories()) <= kept, "the peers have unmapped the freed arrays")
             barrier(comm)
+
+    ranks.run(body)
+
+
+def test_a_rank_maps_peers_arrays_while_its_proxy_adds_an_array(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+
+    def body(comm: Communicator) -> None:
+        shared, proxy = comm.group.symmetric, comm.group.links.proxy
+        make_call(comm, Call("all_gather", algorithm="proxy", count=16), comm.empty(64), comm.empty(1024))
+        array = comm.empty(4096, "uint8")
+        announced, add = shared.find(array.ptr, array.nbytes), proxy.add_memory
+        assert announced is not None
+
+        def slow(base: int, *arguments: Any, **options: Any) -> int:
+            if base == array.ptr:
+                barrier(comm)
+                goes_on.wait(2)
+            return add(base, *arguments, **options)
+
+        if comm.rank == 0:
+            monkeypatch.setattr(proxy, "add_memory", slow)
+            shared.own_memory(announced)
+            assert goes_on.is_set()
+        else:
+            barrier(comm)
+            late = comm.empty(8192, "uint8")
+            other = shared.find(late.ptr, late.nbytes)
+            assert other is not None
+            wait_for(lambda: shared.memories_at_peers(other), "the peers have mapped a new array")
+            goes_on.set()
+        barrier(comm)
 
     ranks.run(body)
 

@@ -464,6 +464,34 @@ def test_a_work_of_several_calls_keeps_the_tensors_and_not_the_list_of_the_progr
     on_gpus(body)
 
 
+def test_in_a_capture_the_future_of_several_calls_joins_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the program then does not wait for the future, no stream of torch's is left in the capture."""
+
+    def body(group: Any) -> None:
+        runtime = communicator(group).runtime
+        tensors = [torch_on_hip.on_gpu(torch.ones(size), group.rank()) for size in (8, 12)]
+        all_reduce(group, tensors[0])
+        torch_on_hip.on_cpu(tensors[0])
+        word, other, last = runtime.allocate_pinned(8), runtime.create_stream(), runtime.create_event()
+        wait_value(runtime, word.ptr, 1, torch.cuda.current_stream(tensors[0].device).cuda_stream)
+        group.start_coalescing()
+        for tensor in tensors:
+            all_reduce(group, tensor, waits=False)
+        work = group.end_coalescing()
+        with torch.cuda.stream(torch.cuda.ExternalStream(other.handle, tensors[0].device)):
+            future = work.get_future()
+            last.record(other)
+        time.sleep(0.2)
+        ended = last.query()
+        ctypes.c_uint64.from_address(word.ptr).value = 1
+        assert not ended
+        assert [tensor.numel() for tensor in future.wait()] == [8, 12]
+        torch_on_hip.on_cpu(tensors[0])
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    on_gpus(body)
+
+
 def test_the_future_of_a_call_that_was_never_queued_has_the_error() -> None:
     def on_rank(group: Any) -> None:
         if group.rank() == 1:

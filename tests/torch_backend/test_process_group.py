@@ -370,6 +370,21 @@ def test_calls_between_the_coalescing_calls_end_with_the_last() -> None:
     run(body)
 
 
+def test_transfers_after_a_batch_that_failed_are_not_coalesced() -> None:
+    """After an error, torch's batch_isend_irecv does not call end_coalescing."""
+
+    def body(group: Any) -> None:
+        rank, out = group.rank(), torch.zeros(4)
+        group.start_coalescing()
+        group.send([torch.full((4,), float(rank))], (rank + 1) % RANKS)
+        with pytest.raises(ValueError, match="expected 0 to"):
+            group.recv([out], RANKS)
+        group.recv([out], (rank - 1) % RANKS).wait()
+        assert (out == (rank - 1) % RANKS).all()
+
+    run(body)
+
+
 def test_an_asynchronous_call_returns_before_the_others_come() -> None:
     last_may_come = threading.Event()
 
@@ -460,7 +475,8 @@ def test_a_rank_that_does_not_exist_is_refused_at_once(rank: int) -> None:
     group.start_coalescing()
     with refused:
         group.send([x], rank, 0)
-    group.end_coalescing().wait()
+    with pytest.raises(RuntimeError, match="expected a start_coalescing before it, and no failed transfer since"):
+        group.end_coalescing()
     with refused:
         group.broadcast([x], options("Broadcast", rootRank=rank))
     with refused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from proxyccl.channels.transfers.peers import Peer
 from proxyccl.device.errors import ArgumentError, ClosedError
+from proxyccl.proxy._transfers import ffi, lib
 from proxyccl.transfer import (
     ActiveError,
     Agent,
@@ -132,6 +134,24 @@ def test_within_an_agent(pair: Pair) -> None:
     assert (pair.ours[100:110] == 1).all()
     pair.a.notify("a", b"again")
     assert pair.a.messages() == [("a", b"to myself"), ("a", b"again")]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_an_inbox_that_never_becomes_empty_does_not_grow() -> None:
+    """Messages that arrive while a program takes others remain in the inbox."""
+    with Agent("a") as agent:
+        one = 16 + 1 + (1 << 20)  # bytes of a message in the inbox: two lengths, the sender's name, and the text
+        room = ffi.new("char[]", one)
+        agent.notify("a", bytes(1 << 20))
+        before = resident_bytes()
+        for number in range(100):
+            agent.notify("a", bytes([number]) * (1 << 20))
+            assert lib.proxyccl_agent_take(agent._handle, room, one) == one
+        assert resident_bytes() < before + 50_000_000
+        assert agent.messages() == [("a", b"\x63" * (1 << 20))]
 
 
 def test_messages_keep_their_order_and_contents(pair: Pair, path: str) -> None:

@@ -177,6 +177,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
         "current_stream": _current_stream,
         "stream": _stream,
         "set_device": lambda _: None,
+        "is_current_stream_capturing": lambda: False,
     }
     for name, value in names.items():
         monkeypatch.setattr(torch.cuda, name, value)

@@ -31,7 +31,7 @@ class StandIn(GpuRuntime):
     def stream_handle(self, stream: Any) -> int:
         return 7 if stream is None else stream
 
-    def is_capturing(self, stream: int) -> bool:
+    def capture_of(self, stream: int) -> int:
         return self.capturing
 
     def load_kernel(self, image: bytes, name: str, parameters: Any, shared: int) -> Any:
