@@ -225,7 +225,7 @@ class FabricOptions(_FromEnvironment):
             other, the second interfaces, and so on, so the order of the names matters if the interfaces are on separate
             networks. All ranks must use the same number of interfaces. If an interface or its link fails, the other
             interfaces carry all data; this needs the provider "tcp" of libfabric 1.18 or later, or "net", and data that
-            is not staged.
+            is not staged. Transfers of agents are divided between the interfaces too.
         rails: number of the `interfaces` that a rank uses, 1 to 8.
         depth: maximum number of outstanding writes of a connection, 2 to 4096; fewer if the provider takes fewer.
         signal: when a signal is written: with "ordered" right after its data, which needs a provider that keeps the

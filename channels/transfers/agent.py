@@ -189,10 +189,10 @@ class Agent:
         self._fabric, self._no_fabric = open_fabric(named) if wants else (None, "")
         if self._fabric is not None:
             served.append(self._fabric)
-            if status := lib.proxyccl_agent_set_fabric(handle, self._fabric.port):
+            if status := lib.proxyccl_agent_set_fabric(handle, self._fabric.ports, len(self._fabric.ports)):
                 raise ResourceError(f"an agent can't use libfabric: {os.strerror(status)}")
         self._preparer = Preparer(name, handle, self._devices, self._reached, self._pinned, self._fabric, allowed)
-        fabric = b"" if self._fabric is None else self._fabric.address
+        fabric = None if self._fabric is None else self._fabric.rails
         secret_address = lib.proxyccl_agent_secret(handle)
         self._place = Place(
             boot_id(),
@@ -566,7 +566,7 @@ class Agent:
             table = columns.tobytes(), labels if any(labels) else []
             keys = [] if self._fabric is None else self._fabric.keys(once)
             told = self._place if place else None
-            said = Metadata("proxyccl-agent-4", self.name, self._token, told, *table, self._reached.of(once), keys)
+            said = Metadata("proxyccl-agent-5", self.name, self._token, told, *table, self._reached.of(once), keys)
             return METADATA.encode(said)
 
     def add(self, metadata: bytes) -> str:
@@ -623,8 +623,6 @@ class Agent:
         self._published.forget([name])
         self._publish_links()
         peer.leave()
-        if self._fabric is not None and peer.number is not None:
-            self._fabric.endpoint.remove(peer.number)
 
     def remove_agent_of(self, metadata: bytes) -> None:
         """Removes the agent that made these metadata, if it was added. Does not remove another agent of the same name.
@@ -741,8 +739,6 @@ class Agent:
                     )
                     link = attempt.connect()
                     undo.pop_all()
-                if fabric is not None and link.path.name.startswith("fabric"):
-                    peer.number, _ = fabric.endpoint.insert(peer.place.fabric)
                 self._warn_of_slow(link, peer.place.host)
                 with self._lock:
                     peer.ledger, peer.link = ledger, link

@@ -72,7 +72,7 @@ class Table:
 class Stages:
     """Pinned memory that is registered with libfabric, described by fields of the engine's ProxycclStaging."""
 
-    fields: dict[str, int]
+    fields: dict[str, int | list[int]]
 
 
 class Copier:

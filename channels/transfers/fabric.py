@@ -1,4 +1,4 @@
-"""An agent's libfabric endpoint, through which peers on other hosts read and write registered memory."""
+"""An agent's libfabric endpoints (rails), through which peers on other hosts read and write registered memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 
 from proxyccl.channels.transfers.blocks import Rows, joined
 from proxyccl.channels.transfers.copier import Stages, Table
@@ -24,12 +25,12 @@ from proxyccl.device.process import forks
 from proxyccl.device.process.left_behind import take_each
 from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import open_driver
-from proxyccl.proxy._transfers import ffi
-from proxyccl.proxy.codec import Message, ProtocolError, Uint64
-from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint
+from proxyccl.proxy._transfers import ffi, lib
+from proxyccl.proxy.codec import Message, Uint32, Uint64
+from proxyccl.proxy.fabric.endpoint import FabricEndpoint
 from proxyccl.proxy.fabric.library import FabricOffer, choose_offers, fabric_offers
 from proxyccl.proxy.placement import SYSFS, Place, process_numa_node
-from proxyccl.proxy.registrations import Registration
+from proxyccl.proxy.registrations import RailRegistrations, Registration
 from proxyccl.proxy.remote_options import FabricOptions
 
 _ADAPTERS = Path("/sys/class/infiniband")
@@ -44,18 +45,43 @@ successive agents use different network interfaces.
 """
 
 
+_MOST_RAILS = Meta(max_length=lib.PROXYCCL_AGENT_RAILS)
+_ADDRESS_BYTES: int = lib.PROXYCCL_ADDRESS_BYTES
+
+
+class Rails(Message, frozen=True):
+    """The libfabric endpoints of an agent, one on each of its interfaces.
+
+    Attributes:
+        provider, format: the provider, and libfabric's number for the format of its addresses.
+        addresses: the endpoints' addresses in that format.
+    """
+
+    provider: Annotated[str, Meta(max_length=256)]
+    format: Uint32
+    addresses: Annotated[list[Annotated[bytes, Meta(max_length=_ADDRESS_BYTES)]], _MOST_RAILS]
+
+    @property
+    def in_engine(self) -> bytes:
+        """The addresses as the engine takes them."""
+        return b"".join(address.ljust(_ADDRESS_BYTES, b"\0") for address in self.addresses)
+
+
 class Key(Message, frozen=True):
-    """The address of a region's first byte and the key, with which peers access the region by libfabric."""
+    """The address of a region's first byte, and the key for each of the agent's rails, with which peers access the
+    region by libfabric.
+    """
 
     region: Region
     address: Uint64
-    key: Uint64
+    keys: Annotated[list[Uint64], _MOST_RAILS]
 
 
 class Keys:
-    """The keys of one peer's regions. Any thread may use this object."""
+    """The keys of one peer's regions. Any thread may use this object. `rails` is the number of the peer's rails."""
 
-    def __init__(self) -> None:
+    def __init__(self, rails: int) -> None:
+        self._rails = rails
         self._lock = threading.Lock()
         self._keys: dict[Region, Key] = {}
         self._sorted: tuple[Rows, Rows] | None = None
@@ -65,72 +91,76 @@ class Keys:
         with self._lock:
             for region in replaced:
                 self._keys.pop(region, None)
-            self._keys.update((key.region, key) for key in keys)
+            self._keys.update((key.region, key) for key in keys if len(key.keys) == self._rails)
             self._sorted = None
 
-    def find(self, addresses: Rows, nbytes: Rows) -> tuple[Rows, Rows] | None:
-        """Returns each block's address for requests and its key, or None if a block lies in no region with a key."""
+    def find(self, addresses: Rows, nbytes: Rows, rails: int) -> tuple[Rows, Rows] | None:
+        """Returns each block's address for requests, and its keys for the first `rails` rails as rows. Returns None if
+        a block lies in no region with keys.
+        """
         with self._lock:
             if self._sorted is None:
                 rows = sorted(
-                    (key.region.address, end_of(key.region), key.address, key.key) for key in self._keys.values()
+                    (key.region.address, end_of(key.region), key.address, *key.keys) for key in self._keys.values()
                 )
-                table = np.array(rows, np.uint64).reshape(-1, 4)
+                table = np.array(rows, np.uint64).reshape(-1, 3 + self._rails)
                 table = table[outermost(table[:, 1])]
                 self._sorted = np.ascontiguousarray(table[:, 0]), table
             starts, table = self._sorted
         at = np.searchsorted(starts, addresses, "right") - 1
         if not len(starts) or (at < 0).any() or (table[at, 1] < addresses + nbytes).any():
             return None
-        return addresses - table[at, 0] + table[at, 2], table[at, 3]
+        return addresses - table[at, 0] + table[at, 2], table[at, 3 : 3 + rails]
 
 
 class AgentFabric:
-    """The libfabric endpoint of one agent. Any thread may use the endpoint.
+    """The libfabric endpoints of one agent, one on each of its interfaces. Any thread may use the endpoints.
 
     Attributes:
-        address: the endpoint's address, encoded for the metadata.
-        raw: the endpoint's address as libfabric encodes it.
+        rails: the provider and the endpoints' addresses.
+        interfaces: the names of the interfaces.
+        ports: the engine's description of the endpoints.
 
     Args:
         options: the provider and its settings.
         driver: the driver of GPUs whose memory the provider should access if it can; None without GPUs.
 
     Raises:
-        ArgumentError, ResourceError, RuntimeUnavailableError: the endpoint can't be opened.
+        ArgumentError, ResourceError, RuntimeUnavailableError: the endpoints can't be opened.
     """
 
     def __init__(self, options: FabricOptions, driver: Driver | None) -> None:
         self._options = options
-        offers = fabric_offers(device_memory=driver is not None)
-        self.endpoint = FabricEndpoint(choose_offer(offers, options, driver), options, waits=True)
-        if not self.endpoint.offer.reads:
-            self.endpoint.close()
-            raise RuntimeUnavailableError(f"{self.endpoint.offer} does not read peers' memory")
-        self.address = self.endpoint.address
-        self.raw = ADDRESS.decode(self.address, "this agent").address
+        offers = choose_agent_offers(fabric_offers(device_memory=driver is not None), options, driver)
+        for offer in offers:
+            if not offer.reads:
+                raise RuntimeUnavailableError(f"{offer} does not read peers' memory")
+        self._endpoints: list[FabricEndpoint] = []
+        with contextlib.ExitStack() as undo:
+            for offer in offers:
+                self._endpoints.append(FabricEndpoint(offer, options, waits=True))
+                undo.callback(self._endpoints[-1].close)
+            self._registrations = RailRegistrations(self._endpoints)
+            undo.callback(self._registrations.close)
+            self.rails = Rails(*offers[0].kind, [endpoint.raw_address for endpoint in self._endpoints])
+            self._closing = undo.pop_all()  # closes all endpoints, even if closing one fails
+        self.interfaces = [offer.domain for offer in offers]
         self._lock = threading.Lock()
         self._registered: dict[Region, Registration] = {}
         self._ended: deque[tuple[Registration, object]] = deque()  # registrations of unused stages
         self._unreached: dict[int, str] = {}  # by device, the reason why the provider can't access the device's memory
-        parts, offer = self.endpoint.parts, self.endpoint.offer
-        named = {name: getattr(parts, name) for name in ("endpoint", "queue", "fabric", "peers", "descriptor")}
-        limits = {"depth": self.endpoint.depth, "max_message": offer.max_message}
-        self.port = ffi.new("ProxycclFabricPort *", {**named, **limits})
+        parts = ("endpoint", "queue", "fabric", "peers", "descriptor")
+        ports = [
+            {name: getattr(each.parts, name) for name in parts}
+            | {"depth": each.depth, "max_message": each.offer.max_message}
+            for each in self._endpoints
+        ]
+        self.ports = ffi.new("ProxycclFabricPort[]", ports)
 
-    @property
-    def provider(self) -> str:
-        """The name of the libfabric provider."""
-        return self.endpoint.offer.provider
-
-    def reaches(self, address: bytes) -> bool:
-        """Returns whether a peer has an endpoint of the same provider."""
-        try:
-            theirs = ADDRESS.decode(address, "the peer") if address else None
-        except ProtocolError:
-            return False
-        mine = self.endpoint.offer
-        return theirs is not None and (theirs.provider, theirs.format) == (mine.provider, mine.address_format)
+    def reaches(self, theirs: Rails | None) -> bool:
+        """Returns whether a peer has endpoints of the same provider."""
+        mine = self.rails
+        return theirs is not None and (theirs.provider, theirs.format) == (mine.provider, mine.format)
 
     def register(self, regions: Iterable[Region], runtimes: Mapping[Region, Runtime]) -> None:
         """Registers those regions that aren't registered yet, except regions in device memory that the provider can't
@@ -152,10 +182,10 @@ class AgentFabric:
 
     def _register(self, region: Region, runtime: Runtime | None) -> Registration:
         if runtime is None:
-            return self.endpoint.register(region.address, region.nbytes)
+            return self._registrations.register(region.address, region.nbytes)
         if runtime.name != "host" and runtime.pointer_device(region.address) is None:
             raise RuntimeUnavailableError(f"device {region.device}: its driver does not know the memory")
-        return self.endpoint.register_of(runtime, self._options.gpu_writes, region.address, region.nbytes)
+        return self._registrations.register_of(runtime, self._options.gpu_writes, region.address, region.nbytes)
 
     def deregister(self, regions: Iterable[Region]) -> None:
         """Deregisters those of the regions that are registered."""
@@ -164,19 +194,19 @@ class AgentFabric:
             for region in regions:
                 made = self._registered.pop(region, None)
                 if made is not None:
-                    self.endpoint.release(made)
+                    self._registrations.release(made)
 
     def stages(self, table: Table) -> Stages:
         """Registers pinned staging buffers, until nothing refers to the result. Raises the errors of
         `FabricEndpoint.register`.
         """
         self._release_ended()
-        made, stages = self.endpoint.register(table.ptr, table.nbytes), Stages()
+        made, stages = self._registrations.register(table.ptr, table.nbytes), Stages()
         stages.fields = {
             "by_fabric": 1,
-            "descriptor": self.endpoint.descriptor(made),
-            "key": made.key,
             "base": made.address,
+            "descriptors": self._descriptors(made),
+            "keys": list(made.keys),
         }
         # The finalizer only queues the registration for release, because its thread may hold any lock. The finalizer
         # also keeps the memory from being reused before the release, because a late write of a peer may still arrive in
@@ -186,52 +216,57 @@ class AgentFabric:
 
     def _release_ended(self) -> None:
         for registration, _ in take_each(self._ended):
-            self.endpoint.release(registration)
+            self._registrations.release(registration)
+
+    def _descriptors(self, made: Registration) -> list[int]:
+        return [endpoint.descriptor(rail) for endpoint, rail in zip(self._endpoints, made.rails, strict=True)]
 
     def keys(self, regions: Iterable[Region]) -> list[Key]:
         """Returns the keys of the regions that are registered."""
         with self._lock:
             found = [(region, self._registered[region]) for region in regions if region in self._registered]
-        return [Key(region, made.address, made.key) for region, made in found]
+        return [Key(region, made.address, list(made.keys)) for region, made in found]
 
-    def requests(self, rows: Rows, holders: Sequence[Region], theirs: Keys) -> Rows:
-        """Makes libfabric requests from rows of (local address, remote address, bytes). `holders` are the regions that
-        contain the local blocks.
+    def requests(self, rows: Rows, holders: Sequence[Region], theirs: Keys, rails: int) -> Rows:
+        """Makes libfabric requests, for the first `rails` rails, from rows of (local address, remote address, bytes).
+        `holders` are the regions that contain the local blocks.
 
         Returns:
-            uint64 of shape (N, 6): local address, remote address for libfabric, bytes, local descriptor, remote key,
-            remote address.
+            uint64 of shape (N, 4 + 2 * rails): local address, remote address for libfabric, bytes, remote address, and
+            the local descriptor and the remote key for each rail.
 
         Raises:
             NoPathError: memory of a block is not registered with libfabric, on this side or the peer's.
         """
         with self._lock:
             here = [self._registered[region] for region in holders if region in self._registered]
-            descriptors = np.array([self.endpoint.descriptor(each) for each in here], np.uint64)
+            descriptors = np.array([self._descriptors(each)[:rails] for each in here], np.uint64).reshape(-1, rails)
             unreached = "; ".join(dict.fromkeys(self._unreached.values()))
-        there = theirs.find(rows[:, 1], rows[:, 2])
+        there = theirs.find(rows[:, 1], rows[:, 2], rails)
         if len(here) < len(holders) or there is None:
             side = "the peer's" if len(here) == len(holders) else "this agent's"
             raise NoPathError(
                 f"some of {side} memory is not registered with libfabric" + (f" ({unreached})" if unreached else "")
             )
         shift = there[0] - rows[:, 1]  # the difference is the same for all blocks of a region
-        merged = joined(np.column_stack((rows, descriptors[holder_of(rows[:, 0], holders)], there[1], shift)))
-        columns = (merged[:, 0], merged[:, 1] + merged[:, 5], *merged[:, 2:5].T, merged[:, 1])
+        words = np.stack((descriptors[holder_of(rows[:, 0], holders)], there[1]), axis=2).reshape(len(rows), -1)
+        merged = joined(np.column_stack((rows, shift, words)))
+        columns = (merged[:, 0], merged[:, 1] + merged[:, 3], merged[:, 2], merged[:, 1], merged[:, 4:])
         return np.column_stack(columns)
 
     def close(self) -> None:
-        """Closes the endpoint, which no transfer may still use."""
+        """Closes the endpoints, which no transfer may still use."""
         self.deregister(list(self._registered))
-        self.endpoint.close()
+        self._closing.close()
 
 
-def choose_offer(
+def choose_agent_offers(
     offers: list[FabricOffer], options: FabricOptions, driver: Driver | None, root: Path = SYSFS
-) -> FabricOffer:
-    """Chooses the interface of a new agent: the nearest to the calling thread's current GPU or, if `driver` is None, to
-    the NUMA node of the process. Successive agents of one place take equally near interfaces in turns. Distances are
-    read from sysfs, which is mounted at `root`. Raises the errors of `choose_offers`.
+) -> list[FabricOffer]:
+    """Chooses the interfaces of a new agent: those nearest to the calling thread's current GPU or, if `driver` is None,
+    to the NUMA node of the process; of named interfaces with IP addresses, the first ones. Successive agents of one
+    place take equally near interfaces in turns. Distances are read from sysfs, which is mounted at `root`. Raises the
+    errors of `choose_offers`.
     """
     gpu, first = None, os.getpid()  # the process id, if nothing else distinguishes the processes of this host
     if driver is not None:
@@ -241,15 +276,14 @@ def choose_offer(
             gpu = driver.device(device).pci_address
             first = device if driver.device_count() > 1 else first
     near = Place(gpu, process_numa_node(root))
-    one = replace(options, rails=1)
     number = first + next(_agents_at[near])
-    return choose_offers(offers, one, near, local_rank=number, root=root, first_address=True)[0]
+    return choose_offers(offers, options, near, local_rank=number, root=root, first_address=True)
 
 
 def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:
-    """Opens an endpoint with the options of ``PROXYCCL_FABRIC``. If `asked` is false, opens an endpoint only by a
-    libfabric provider for RDMA adapters of this machine. Returns the endpoint and "", or None and the reason why
-    libfabric can't use the adapters, or None and "" if there are no adapters.
+    """Opens endpoints with the options of ``PROXYCCL_FABRIC``. If `asked` is false, opens endpoints only by a libfabric
+    provider for RDMA adapters of this machine. Returns the endpoints and "", or None and the reason why libfabric can't
+    use the adapters, or None and "" if there are no adapters.
 
     Raises:
         ArgumentError, ResourceError, RuntimeUnavailableError: `asked` is true, but no endpoint can be opened.
@@ -263,7 +297,7 @@ def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:
         if asked:
             raise
         return None, str(error)
-    if not asked and not _SOCKETS.isdisjoint(made.provider.split(";")):
+    if not asked and not _SOCKETS.isdisjoint(made.rails.provider.split(";")):
         made.close()
-        return None, f"libfabric offers nothing better than its provider {made.provider}"
+        return None, f"libfabric offers nothing better than its provider {made.rails.provider}"
     return made, ""

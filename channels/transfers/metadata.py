@@ -10,7 +10,7 @@ from msgspec import Meta
 from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.channels.transfers.device_memory import Share
 from proxyccl.channels.transfers.errors import MetadataError
-from proxyccl.channels.transfers.fabric import Key
+from proxyccl.channels.transfers.fabric import Key, Rails
 from proxyccl.channels.transfers.regions import END, LONGEST_LABEL, Region, regions_of
 from proxyccl.proxy._transfers import lib
 from proxyccl.proxy.codec import Codec, Message, Uint64
@@ -30,7 +30,7 @@ class Place(Message, frozen=True):
         addresses: (address, port) pairs for other hosts.
         secret: the bytes that a peer must send first.
         secret_address: the address of the secret in the agent's process.
-        fabric: the address of the agent's libfabric endpoint; b"" if it has none.
+        fabric: the agent's libfabric endpoints, or None.
         ledger, ledger_address: the handle of the agent's ledger, and the address of the ledger in the agent's process.
     """
 
@@ -39,7 +39,7 @@ class Place(Message, frozen=True):
     addresses: Annotated[list[tuple[str, Annotated[int, Meta(ge=1, le=65535)]]], Meta(max_length=256)]
     secret: Annotated[bytes, _TOKEN]
     secret_address: Uint64
-    fabric: Annotated[bytes, Meta(max_length=2048)]
+    fabric: Rails | None
     ledger: Annotated[bytes, Meta(max_length=1024)]
     ledger_address: Uint64
 
@@ -57,7 +57,7 @@ class Metadata(Message, frozen=True):
             Receivers ignore those of other regions.
     """
 
-    format: Literal["proxyccl-agent-4"]
+    format: Literal["proxyccl-agent-5"]
     name: Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
     token: Annotated[bytes, _TOKEN]
     place: Place | None

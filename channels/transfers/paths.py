@@ -108,17 +108,17 @@ class Link:
         pid: the other agent's process, if the kernel copies from and to it; otherwise 0.
         path: the path of data over the link.
         carrier: the kind of socket, "unix" or "tcp".
+
+    Attributes:
+        rails: the number of libfabric endpoints of each agent that the link uses; 0 without libfabric.
     """
 
     def __init__(
         self, attempt: Connecting, connection: socket.socket, process: int, pid: int, path: Path, carrier: str
     ) -> None:
         self.peer, self.path, self.pid, self.carrier = attempt.peer, path, pid, carrier
-        self._agent = attempt.agent
-        address = b"" if attempt.fabric is None else attempt.fabric.raw
-        handle = lib.proxyccl_link_create(
-            self._agent, connection.detach(), attempt.place.secret, process, pid, address, len(address)
-        )
+        self._agent, self._fabric = attempt.agent, attempt.fabric
+        handle = lib.proxyccl_link_create(self._agent, connection.detach(), attempt.place.secret, process, pid)
         if not handle:
             if ffi.errno == errno.ECANCELED:
                 raise ClosedError("the agent was closed")
@@ -126,6 +126,11 @@ class Link:
                 raise MemoryError("there is no memory for a link")
             raise ResourceError(f"the link to agent {self.peer} can't be watched: {os.strerror(ffi.errno)}")
         self.handle: ProxycclLinkPointer = handle
+        self.rails = 0
+        theirs = attempt.place.fabric
+        if attempt.fabric is not None and theirs is not None and path.name.startswith(FABRIC):
+            ends = attempt.fabric.rails.in_engine, theirs.in_engine
+            self.rails = lib.proxyccl_link_use_rails(handle, ends[0], len(ends[0]), ends[1], len(ends[1]))
         forks.finalizer(self, lib.proxyccl_link_release, handle)
 
     @property
@@ -133,6 +138,13 @@ class Link:
         """The reason why the link was lost; "" while it works."""
         reason = lib.proxyccl_link_lost(self.handle)
         return ffi.string(reason).decode() if reason else ""
+
+    @property
+    def stalled(self) -> str:
+        """A text that names this agent's interfaces whose requests to the peer don't complete; "" if there are none."""
+        stalled, every = lib.proxyccl_link_stalled(self.handle), self._fabric.interfaces if self._fabric else []
+        names = " and ".join(name for number, name in enumerate(every) if stalled >> number & 1)
+        return names and f"; no request by {names} has completed for 2 s"
 
     def look(self) -> str:
         """Polls the socket for a disconnect, and returns `lost`."""
@@ -259,7 +271,7 @@ class Connecting(Struct):
         peer, token, place: the other agent's name, token and place.
         allowed: the allowed paths.
         deadline: the time of `time.monotonic` at which the attempt ends.
-        fabric: this agent's libfabric endpoint, if the peer has one of the same provider.
+        fabric: this agent's libfabric endpoints, if the peer has endpoints of the same provider.
         reason: the reason why this process can't check the peer's registrations, which excludes copies by the kernel;
             "" if it can check them.
     """
@@ -357,7 +369,7 @@ class Connecting(Struct):
         if copied:
             path = Path("process_vm")
         else:
-            name = fabric_path(fabric.provider) if fabric is not None and by_fabric else carrier
+            name = fabric_path(fabric.rails.provider) if fabric is not None and by_fabric else carrier
             path = Path(name, "; ".join(dict.fromkeys(self._failures)) if here else "")
         return Link(self, connection, process, pid if copied else 0, path, carrier)
 

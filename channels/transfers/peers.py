@@ -35,14 +35,12 @@ class Peer:
         self.connecting = threading.Lock()  # held while a thread connects to the peer
         self.removed = False
         self.reached = Reached()
-        self.keys = Keys()
-        self.number: int | None = None  # the number of the peer's libfabric endpoint, if the link uses libfabric
+        self.keys = Keys(0 if place.fabric is None else len(place.fabric.addresses))
         self._lock = threading.Lock()
         self._to_close: weakref.WeakSet[Transfer] = weakref.WeakSet()
 
     def keep(self, transfer: Transfer) -> Transfer:
-        """Records a transfer, so that it is closed before the peer's memory is unmapped or the peer's address is
-        removed. Returns the transfer."""
+        """Records a transfer, so that it is closed before the peer's memory is unmapped. Returns the transfer."""
         with self._lock:
             self._to_close.add(transfer)
         return transfer

@@ -109,6 +109,10 @@ class Pair(Struct, frozen=True, eq=False):
         return self.link is not None and self.link.carrier == "tcp" and not self.link.pid
 
     @property
+    def rails(self) -> int:  # the number of the link's libfabric endpoints
+        return 0 if self.link is None else self.link.rails
+
+    @property
     def is_in_process(self) -> bool:
         return self.link is None or self.link.pid == os.getpid()
 
@@ -177,16 +181,16 @@ class Preparer(Struct, eq=False):
     def _by_fabric(self, pair: Pair, reason: str) -> Transfer | str:
         """The path by libfabric, where the hosts' adapters access the blocks directly."""
         known = pair.known
-        if self._fabric is None or known is None or known.number is None or pair.link is None:
+        if self._fabric is None or known is None or pair.link is None or not pair.rails:
             return ""
         try:
-            requests = self._fabric.requests(pair.rows, pair.holders[0], known.keys)
+            requests = self._fabric.requests(pair.rows, pair.holders[0], known.keys, pair.rails)
         except NoPathError as error:
             return str(error)
-        path = Path(fabric_path(self._fabric.provider, of_devices=True)) if pair.of_devices else pair.link.path
+        path = Path(fabric_path(self._fabric.rails.provider, of_devices=True)) if pair.of_devices else pair.link.path
         rows = ffi.cast("uint64_t *", requests.ctypes.data)
         handle = lib.proxyccl_transfer_create_by_fabric(
-            self._handle, pair.link.handle, pair.writes, rows, len(requests), known.number
+            self._handle, pair.link.handle, pair.writes, rows, len(requests)
         )
         return known.keep(self._made(pair, handle, path, sides(pair.rows, pair.apart), kept=requests))
 
@@ -195,7 +199,7 @@ class Preparer(Struct, eq=False):
         memory. If both sides have pinned memory, the peer's adapter copies between the two; if the peer's blocks are in
         host memory, this agent's adapter copies between these blocks and its pinned memory."""
         fabric, known = self._fabric, pair.known
-        if fabric is None or known is None or known.number is None or not pair.is_apart or not pair.of_devices:
+        if fabric is None or known is None or not pair.rails or not pair.is_apart or not pair.of_devices:
             return ""
         if pair.kinds[0] == VRAM:
             copier, pair = self._mapped_here(pair)
@@ -204,16 +208,16 @@ class Preparer(Struct, eq=False):
         keys = None
         if pair.kinds[1] == DRAM:
             _, remote = sides(pair.rows, pair.apart)
-            found = known.keys.find(remote[:, 0], remote[:, 1])
+            found = known.keys.find(remote[:, 0], remote[:, 1], pair.rails)
             if found is None:
                 return ""
             keys = np.column_stack(found)
         self.warn_once("stages memory of devices through pinned memory", reason)
-        path = staged_path(Path(fabric_path(fabric.provider)), pair.kinds, reason)
+        path = staged_path(Path(fabric_path(fabric.rails.provider)), pair.kinds, reason)
         staging, staged = copier.staging(fabric.stages)
         create = lib.proxyccl_transfer_create_staged
         words = ffi.NULL if keys is None else ffi.cast("uint64_t *", keys.ctypes.data)
-        options = staging, keys is None, words, known.number
+        options = staging, keys is None, words
         return known.keep(self._of_blocks(pair, path, create, *options, copier=copier, kept=(staged, keys)))
 
     def _by_kernel(self, pair: Pair, reason: str) -> Transfer | str:
@@ -301,7 +305,7 @@ class Preparer(Struct, eq=False):
         copier, pair = self._mapped_here(pair)
         staging, staged = copier.staging()
         create = lib.proxyccl_transfer_create_staged
-        return self._of_blocks(pair, path, create, staging, 0, ffi.NULL, 0, copier=copier, kept=staged)
+        return self._of_blocks(pair, path, create, staging, 0, ffi.NULL, copier=copier, kept=staged)
 
     def _local_copier(self, pair: Pair) -> Copier:
         return self._devices.of(self._reached.share(pair.holders[0][0]))

@@ -270,7 +270,7 @@ class Transfer:
             self._check.wait(deadline - time.monotonic())
         if not self._outcome(_STATES[state] if self._check is None else self.state):
             raise TransferTimeoutError(
-                f"the transfer with agent {self.peer} is still active after {bounded:g} s", self.peer
+                f"the transfer with agent {self.peer} is still active after {bounded:g} s{self._stalled()}", self.peer
             )
 
     def cancel(self, timeout: float | None = None) -> None:
@@ -289,7 +289,7 @@ class Transfer:
         if wait_in_slices(lambda ns: lib.proxyccl_transfer_cancel(handle, ns), errno.EBUSY, bounded):
             raise ActiveError(
                 f"the transfer with agent {self.peer} by {self.path.name} still has requests outstanding after "
-                f"{bounded:g} s; they can't be taken back, and may still write",
+                f"{bounded:g} s; they can't be taken back, and may still write{self._stalled()}",
                 self.peer,
             )
         if self._check is not None:
@@ -312,6 +312,9 @@ class Transfer:
         if self._closed:
             raise ClosedError(f"the transfer with agent {self.peer} was closed")
         return self._handle
+
+    def _stalled(self) -> str:
+        return "" if self._link is None else self._link.stalled
 
     def _outcome(self, state: State) -> bool:
         match state:

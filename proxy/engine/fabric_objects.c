@@ -213,11 +213,6 @@ int proxyccl_fabric_insert(ProxycclFabricEndpoint *self, const char *address, ui
   return status == 1 ? 0 : status < 0 ? -status : FI_EINVAL;
 }
 
-int proxyccl_fabric_remove(ProxycclFabricEndpoint *self, uint64_t peer) {
-  fi_addr_t removed = peer;
-  return status_of(fi_av_remove(self->peers, &removed, 1, 0));
-}
-
 int proxyccl_fabric_register(ProxycclFabricEndpoint *self, uintptr_t address, uint64_t bytes, uint64_t key,
                              ProxycclFabricOwner owner, int32_t device, ProxycclFabricRegion *region) {
   static const enum fi_hmem_iface interfaces[] = {[PROXYCCL_FABRIC_HOST] = FI_HMEM_SYSTEM,
@@ -278,8 +273,6 @@ int proxyccl_fabric_close(ProxycclFabricEndpoint *endpoint) { return 0; }
 int proxyccl_fabric_address(const ProxycclFabricEndpoint *endpoint, void *address, uint64_t *bytes) { return ENOSYS; }
 
 int proxyccl_fabric_insert(ProxycclFabricEndpoint *endpoint, const char *address, uint64_t *peer) { return ENOSYS; }
-
-int proxyccl_fabric_remove(ProxycclFabricEndpoint *endpoint, uint64_t peer) { return ENOSYS; }
 
 int proxyccl_fabric_register(ProxycclFabricEndpoint *endpoint, uintptr_t address, uint64_t bytes, uint64_t key,
                              ProxycclFabricOwner owner, int32_t device, ProxycclFabricRegion *region) {

@@ -66,8 +66,6 @@ int proxyccl_fabric_close(ProxycclFabricEndpoint *endpoint);
 int proxyccl_fabric_address(const ProxycclFabricEndpoint *endpoint, void *address, uint64_t *bytes);
 /* Adds a peer to the address vector, and stores the peer's fi_addr_t in *peer. */
 int proxyccl_fabric_insert(ProxycclFabricEndpoint *endpoint, const char *address, uint64_t *peer);
-/* Removes a peer from the address vector. No request to the peer may be outstanding. */
-int proxyccl_fabric_remove(ProxycclFabricEndpoint *endpoint, uint64_t peer);
 
 typedef struct ProxycclFabricRegion {
   uintptr_t region; /* fid_mr * */

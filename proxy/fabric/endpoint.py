@@ -97,14 +97,20 @@ class _Endpoint:
         lib.proxyccl_fabric_parts(self._endpoint, self.parts)
 
     @property
-    def address(self) -> bytes:
-        """This endpoint's address, as bytes, which a peer passes to its `connect`."""
+    def raw_address(self) -> bytes:
+        """This endpoint's address as libfabric encodes it."""
         self._require_open()
         room, size = ffi.new("char[]", _ADDRESS_BYTES), ffi.new("uint64_t *", _ADDRESS_BYTES)
         self._check("fi_getname", lib.proxyccl_fabric_address(self._endpoint, room, size))
-        raw = bytes(ffi.buffer(room, size[0]))
+        return bytes(ffi.buffer(room, size[0]))
+
+    @property
+    def address(self) -> bytes:
+        """This endpoint's address, as bytes, which a peer passes to its `connect`."""
         offer = self.offer
-        return ADDRESS.encode(FabricAddress(*offer.kind, raw, offer.reads, offer.in_order, self.interfaces))
+        return ADDRESS.encode(
+            FabricAddress(*offer.kind, self.raw_address, offer.reads, offer.in_order, self.interfaces)
+        )
 
     def insert(self, peer: bytes) -> tuple[int, FabricAddress]:
         """Adds a peer to the address vector. Returns the peer's fi_addr_t and its decoded address. Raises the
@@ -128,11 +134,6 @@ class _Endpoint:
         whole = theirs.address.ljust(_ADDRESS_BYTES, b"\0")  # providers read the full length of the address format
         self._check("fi_av_insert", lib.proxyccl_fabric_insert(self._endpoint, whole, known))
         return known[0], theirs
-
-    def remove(self, peer: int) -> None:
-        """Removes a peer that `insert` added, given its fi_addr_t. No request to the peer may be outstanding."""
-        self._require_open()
-        self._check("fi_av_remove", lib.proxyccl_fabric_remove(self._endpoint, peer))
 
     def _check(self, call: str, error: int) -> None:
         self._library.check(call, str(self.offer), error)
@@ -310,7 +311,7 @@ class PeerEndpoint(_Endpoint):
         self._peer = b""
         self._options: Any = None
         self._open(domain_of=domain_of)
-        self._address = ADDRESS.decode(self.address, "this rank").address
+        self._address = self.raw_address
         self._is_stopped = False
 
     def connect(self, peer: bytes, signal_key: int) -> Any:

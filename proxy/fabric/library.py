@@ -287,8 +287,9 @@ def choose_offers(
 
     Skips interfaces with loopback or link-local addresses, and prefers IPv4 to IPv6. If the provider's interfaces have
     no IP addresses, chooses among the interfaces that are nearest to `near`, over which `local_rank` distributes the
-    ranks of a host. With `first_address`, if the interfaces have IP addresses, returns only the first one: interfaces
-    with IP addresses may belong to separate networks. Distances are read from sysfs, which is mounted at `root`.
+    ranks of a host. With `first_address`, if the interfaces have IP addresses, returns the first `options.rails` of
+    them: interfaces with IP addresses may belong to separate networks. Distances are read from sysfs, which is mounted
+    at `root`.
 
     Raises:
         ArgumentError: no provider or interface matches the options; the message names the option.
@@ -304,7 +305,7 @@ def choose_offers(
     if len({offer.domain for offer in chosen}) < len(chosen) or len({offer.kind for offer in chosen}) > 1:
         raise ArgumentError("interfaces", f"must name different interfaces of one provider, not {_listed(chosen)}")
     if first_address and chosen[0].address is not None:
-        return chosen[:1]
+        return chosen[: options.rails]
     return nearest(chosen, distance, options.rails, local_rank)
 
 

@@ -18,7 +18,7 @@ static void ended(Rdma *rdma) {
     transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
   } else if (transfer->error == 0) {
     transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
-  } else if (transfer->abandoned || fabric_failed(transfer->agent)) {
+  } else if (transfer->abandoned || transfer->fault.address == 0) {
     transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
   } else { /* asks the peer whether its memory is mapped; the answer, or the loss of the link, ends the transfer */
     link_start(transfer->link, &transfer->request, 0, &transfer->fault);
@@ -27,7 +27,7 @@ static void ended(Rdma *rdma) {
 
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
   (void)stream;
-  rdma_start(transfer->agent, &((FabricTransfer *)transfer)->rdma, transfer->bytes);
+  rdma_start(&((FabricTransfer *)transfer)->rdma, transfer->bytes);
 }
 
 static void help(ProxycclTransfer *transfer) { fabric_poll(transfer->agent); }
@@ -36,7 +36,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   FabricTransfer *self = (FabricTransfer *)transfer;
   ProxycclAgent *agent = transfer->agent;
   const struct timespec deadline = agent_deadline(timeout_ns);
-  rdma_drop(agent, &self->rdma);
+  rdma_drop(&self->rdma);
   fabric_poll(agent);
   ++transfer->copying; /* while `copying` is not 0, the transfer stays allocated */
   while (self->rdma.unanswered > 0 && pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) == 0) {}
@@ -46,13 +46,13 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
 }
 
 ProxycclTransfer *proxyccl_transfer_create_by_fabric(ProxycclAgent *agent, ProxycclLink *link, int writes,
-                                                     const uint64_t *rows, uint64_t count, uint64_t peer) {
+                                                     const uint64_t *rows, uint64_t count) {
   static const TransferPath path = {.begin = begin, .help = help, .finish = finish};
   FabricTransfer *self = (FabricTransfer *)transfer_new(agent, link, sizeof *self, &path);
   if (self == NULL) return NULL;
   self->base.writes = writes;
   self->base.blocks = count;
-  for (uint64_t i = 0; i < count; ++i) self->base.bytes += rows[ROW * i + 2];
-  self->rdma = (Rdma){.link = link, .writes = writes, .rows = rows, .peer = peer, .ended = ended};
+  for (uint64_t i = 0; i < count; ++i) self->base.bytes += rows[row_words(link) * i + 2];
+  self->rdma = (Rdma){.link = link, .writes = writes, .rows = rows, .ended = ended};
   return &self->base;
 }

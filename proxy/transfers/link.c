@@ -109,7 +109,6 @@ void link_lose(ProxycclLink *link, const char *reason) {
 }
 
 void link_free(ProxycclLink *link) {
-  if (link->addressed) fabric_forget(link);
   --link->agent->references;
   buffer_free(&link->messages);
   buffer_free(&link->out.head);

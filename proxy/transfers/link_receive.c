@@ -108,7 +108,9 @@ static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
                : -1;
   }
   if (frame->kind == FRAME_MESSAGE) return frame->bytes <= PROXYCCL_LONGEST_MESSAGE ? (int64_t)frame->bytes : -1;
-  if (frame->kind == FRAME_ADDRESS) return frame->bytes <= LONGEST_ADDRESS ? (int64_t)frame->bytes : -1;
+  if (frame->kind == FRAME_ADDRESS) {
+    return frame->bytes <= PROXYCCL_AGENT_RAILS * PROXYCCL_ADDRESS_BYTES ? (int64_t)frame->bytes : -1;
+  }
   const int by_fabric = frame->kind == FRAME_FETCH || frame->kind == FRAME_STORE;
   if (!by_fabric && frame->kind != FRAME_WRITE && frame->kind != FRAME_READ && frame->kind != FRAME_CHECK) return -1;
   if (frame->count < 1 || frame->count > FRAME_BLOCKS || frame->bytes > FRAME_BYTES || link->answer_count > WINDOW)
@@ -179,7 +181,7 @@ static const char *take_by_fabric(ProxycclLink *link, const struct iovec *blocks
   if (in->block < in->frame.count) {
     made->error = EACCES;
     made->bytes = in->block;
-  } else if (device == NULL || !device->staging->by_fabric || !link->addressed) {
+  } else if (device == NULL || !device->staging->by_fabric || link->rails == 0) {
     made->error = EHOSTUNREACH;
   }
   return NULL;
@@ -204,7 +206,7 @@ static const char *take_body(ProxycclLink *link) {
     memcpy(link->name, in->body.bytes + PROXYCCL_SECRET_BYTES, link->name_bytes);
     link->greeted = 1;
   } else if (frame->kind == FRAME_ADDRESS) {
-    link->addressed |= fabric_know(link, in->body.bytes, in->body.used);
+    fabric_know(link, in->body.bytes, in->body.used);
   } else if (frame->kind == FRAME_MESSAGE) {
     if (agent_receive(agent, link->name, link->name_bytes, in->body.bytes, in->body.used) != 0) return OUT_OF_MEMORY;
   } else if (frame->kind == FRAME_ANSWER) {

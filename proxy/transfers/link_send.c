@@ -328,20 +328,29 @@ void links_feed(ProxycclAgent *agent) {
   }
 }
 
-ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process, int32_t pid,
-                                   const char *address, uint64_t address_bytes) {
+ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process,
+                                   int32_t pid) {
   pthread_mutex_lock(&agent->lock);
   ProxycclLink *link = link_new(agent, socket, process, 0);
   if (link != NULL) {
     link->pid = pid;
-    if (link_append(link, FRAME_HELLO, VERSION, peer_secret, PROXYCCL_SECRET_BYTES, agent->name, strlen(agent->name)) ||
-        (address_bytes > 0 && link_append(link, FRAME_ADDRESS, 0, address, address_bytes, NULL, 0))) {
+    if (link_append(link, FRAME_HELLO, VERSION, peer_secret, PROXYCCL_SECRET_BYTES, agent->name, strlen(agent->name))) {
       link_lose(link, OUT_OF_MEMORY);
     }
     link_send(link);
   }
   pthread_mutex_unlock(&agent->lock);
   return link;
+}
+
+uint32_t proxyccl_link_use_rails(ProxycclLink *link, const char *own, uint64_t own_bytes, const char *theirs,
+                                 uint64_t their_bytes) {
+  pthread_mutex_lock(&link->agent->lock);
+  fabric_know(link, theirs, their_bytes);
+  if (link_append(link, FRAME_ADDRESS, 0, own, own_bytes, NULL, 0)) link_lose(link, OUT_OF_MEMORY);
+  link_send(link);
+  pthread_mutex_unlock(&link->agent->lock);
+  return link->rails;
 }
 
 int agent_tell(ProxycclAgent *agent, ProxycclLink *link, const char *message, uint64_t bytes) {

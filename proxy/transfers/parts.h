@@ -21,15 +21,14 @@ enum {
   FRAME_BLOCKS = 512,        /* most blocks of one frame */
   FRAME_BYTES = 512 << 10,   /* most bytes of one frame's data */
   WINDOW = 16,               /* most unanswered frames of one link */
-  VERSION = 2,               /* version of the frames' format */
+  VERSION = 3,               /* version of the frames' format */
   TURN_BYTES = 2 << 20,      /* most bytes that a link sends or receives before other links are served */
   PIECE_BYTES = 1 << 20,     /* most bytes of one piece of a copy */
   SHORT_BYTES = 64 << 10,    /* a thread that queues a device copy of at most this length spins until the copy ends */
   SHORT_NS = 20000,          /* longest spin for a short device copy; waking a thread takes longer */
   SHORTEST_PAUSE_NS = 20000, /* the agent's thread pauses at least this long between two polls */
-  ROW = 6,                   /* words that describe a libfabric request: see proxyccl_transfer_create_by_fabric */
+  ROW = 4,                   /* words of a libfabric request that are the same for all rails: see Rdma */
   FED = 2,                   /* most answers of one link that use stages at the same time */
-  LONGEST_ADDRESS = 512,     /* most bytes of a libfabric endpoint's address */
   AHEAD_BYTES = 64 << 10,    /* most bytes that are read ahead from a socket */
   UNGREETED = 64             /* most accepted links on which no greeting has arrived */
 };
@@ -58,18 +57,17 @@ typedef struct Position {
   uint64_t index, offset;
 } Position;
 
-/* A list of reads or of writes of a peer's memory by libfabric. */
+/* A list of reads or of writes of a peer's memory by libfabric, which are divided over the link's rails. */
 typedef struct Rdma {
   Node node; /* element of the list of Rdmas with requests to post */
   ProxycclLink *link;
   int writes;
   const uint64_t *rows;             /* see proxyccl_transfer_create_by_fabric */
-  uint64_t peer;                    /* an fi_addr_t */
   Position at;                      /* start of the data for which no request is posted yet */
   uint64_t left;                    /* bytes of the data for which no request is posted yet */
   uint64_t unanswered;              /* number of posted requests without a completion */
   int error;                        /* the error of the first request that failed */
-  uint64_t fault;                   /* the address in the peer that the first failed request accessed */
+  uint64_t fault;                   /* the address in the peer that this request accessed; 0 if the rail has failed */
   int canceled;                     /* whether the agent stopped before the requests were complete */
   void (*ended)(struct Rdma *self); /* called when the last request has completed; may free `self` */
 } Rdma;
@@ -82,10 +80,10 @@ typedef struct Stage {
   struct Device *device;
   uint32_t number; /* index of the pinned stage; PROXYCCL_STAGES for pageable memory */
   char *memory;
-  int copying;        /* whether a device's copy or a libfabric request uses the stage */
-  int status;         /* the driver's status of a failed copy; -1 if a libfabric request failed; 0 otherwise */
-  Rdma rdma;          /* the libfabric request of the stage */
-  uint64_t row[ROW];  /* the words that describe the request of `rdma` */
+  int copying; /* whether a device's copy or a libfabric request uses the stage */
+  int status;  /* the driver's status of a failed copy; -1 if a libfabric request failed; 0 otherwise */
+  Rdma rdma;   /* the libfabric requests of the stage */
+  uint64_t row[ROW + 2 * PROXYCCL_AGENT_RAILS]; /* the row of `rdma` */
   uint64_t turn;      /* number of the stage's last device copy; each agent numbers its copies */
   ProxycclLink *link; /* the link that uses the stage; NULL if the link is lost */
 } Stage;
@@ -115,8 +113,8 @@ typedef enum FrameKind {
  * does not match. A HELLO, the greeting, has the version in `count`, followed by `bytes` bytes: the secret and the
  * sender's name. A PERMIT asks the receiver to let the sender's process copy from and to the receiver's process. A
  * PERMIT is sent instead of a HELLO, as the only frame of its connection, and has the version in `count`, followed by
- * the secret. A MESSAGE is followed by a text of `bytes` bytes. An ADDRESS is followed by the address of the sender's
- * libfabric endpoint, `bytes` bytes. A WRITE or READ is followed by `count` blocks (address, bytes) of the receiver's
+ * the secret. A MESSAGE is followed by a text of `bytes` bytes. An ADDRESS is followed by the addresses of the sender's
+ * rails, `bytes` bytes. A WRITE or READ is followed by `count` blocks (address, bytes) of the receiver's
  * memory, and a WRITE's blocks by their data. A FETCH or STORE is followed by `count` blocks of the receiver's memory
  * and an Origin, which names memory of the sender. By libfabric, the receiver reads a FETCH's data from the sender's
  * memory, and writes a STORE's data to the sender's memory. A CHECK is followed by `count` blocks, and asks whether the
@@ -130,9 +128,9 @@ typedef struct Frame {
   uint64_t bytes;
 } Frame;
 
-/* The address and the key by which libfabric requests name registered memory of a peer. */
+/* The address and the keys, by rail, by which libfabric requests name registered memory of a peer. */
 typedef struct Origin {
-  uint64_t address, key;
+  uint64_t address, keys[PROXYCCL_AGENT_RAILS];
 } Origin;
 
 /* A list of blocks that a link moves in frames, and the position that the link has reached. If `asks` is set, the link
@@ -214,6 +212,13 @@ typedef struct Receiving {
   uint64_t memory; /* see Sending.memory */
 } Receiving;
 
+/* One rail of a link. */
+typedef struct LinkRail {
+  uint64_t address; /* the fi_addr_t of the peer's rail */
+  uint64_t bytes;   /* bytes of the outstanding requests; each request has at least one byte */
+  uint64_t moved;   /* when a request last completed, or was posted while none was outstanding (CLOCK_MONOTONIC, ns) */
+} LinkRail;
+
 struct ProxycclLink {
   ProxycclLink *next; /* next in the agent's list of links */
   ProxycclAgent *agent;
@@ -221,8 +226,9 @@ struct ProxycclLink {
   int serves;          /* whether the peer opened the link */
   int greeted;         /* whether the greeting has arrived, on a link that the peer opened */
   int asked;           /* whether a PERMIT has arrived, after which the peer sends nothing */
-  int addressed;       /* whether the address of the peer's libfabric endpoint has arrived */
-  uint64_t address;    /* the fi_addr_t of the peer's libfabric endpoint */
+  uint32_t rails;      /* number of rails of this agent that reach the peer's rails of the same numbers */
+  uint32_t known;      /* number of these rails whose addresses are in the address vectors */
+  LinkRail rail[PROXYCCL_AGENT_RAILS];
   const char *lost;    /* atomic: why the link ended; NULL while it works */
   uint32_t references; /* number of references: from the handle, transfers, and stages that libfabric reads or writes */
   pid_t pid;           /* the peer's process id; 0 if all data moves through the socket */
@@ -325,7 +331,7 @@ struct ProxycclAgent {
   Buffer inbox;
   uint64_t unread;          /* atomic: a copy of inbox.used, for readers without the lock */
   ProxycclTransferLog *log; /* the records of transfers; NULL if none are recorded */
-  struct Fabric *fabric;    /* the libfabric endpoint, or NULL */
+  struct Fabric *fabric;    /* the rails, or NULL */
   Regions host;
   Device *devices;
   uint64_t memory;     /* counts the changes of the registered regions */
@@ -386,11 +392,13 @@ int agent_receive(ProxycclAgent *agent, const char *name, uint64_t name_bytes, c
 uint64_t agent_lacks(ProxycclAgent *agent, const struct iovec *blocks, uint64_t count, Device **device);
 
 /* fabric.c */
-void rdma_start(ProxycclAgent *agent, Rdma *rdma, uint64_t bytes);
-void rdma_drop(ProxycclAgent *agent, Rdma *rdma);                         /* drops the requests that are not posted */
-int fabric_know(ProxycclLink *link, const void *address, uint64_t bytes); /* records a peer's address; 0 on failure */
-void fabric_forget(ProxycclLink *link);
-int fabric_failed(const ProxycclAgent *agent); /* returns 1 if the completion queue has failed */
+size_t row_words(const ProxycclLink *link); /* returns the number of words in a row of an Rdma */
+/* Adds to a row the words of each of the link's rails: the descriptor of the local stages, and the peer's key. */
+void row_add_rails(uint64_t *row, const ProxycclLink *link, const ProxycclStaging *staging, const uint64_t *keys);
+void rdma_start(Rdma *rdma, uint64_t bytes);
+void rdma_drop(Rdma *rdma); /* drops the requests that are not posted */
+/* Records the addresses of a peer's rails, and thereby the number of the link's rails. */
+void fabric_know(ProxycclLink *link, const char *addresses, uint64_t bytes);
 void fabric_poll(ProxycclAgent *agent);
 uint64_t fabric_rest(ProxycclAgent *agent); /* returns the ns until the next poll; UINT64_MAX if none is needed */
 void fabric_lose(ProxycclLink *link);       /* drops a lost link's requests that are not posted */

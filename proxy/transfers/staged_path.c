@@ -59,7 +59,7 @@ static int is_copied(StagedTransfer *self, uint32_t i) {
 static void move_part(StagedTransfer *self, Part *part) {
   part->state = PART_MOVING;
   if (self->keys != NULL) {
-    rdma_start(self->base.agent, &part->rdma, part->stage.iov_len);
+    rdma_start(&part->rdma, part->stage.iov_len);
     return;
   }
   part->request.count = part->blocks;
@@ -68,13 +68,16 @@ static void move_part(StagedTransfer *self, Part *part) {
 
 /* Describes the libfabric requests of a part, which starts in the block `index`. */
 static void fill_rows(StagedTransfer *self, Part *part, uint64_t index) {
+  const ProxycclLink *link = self->base.link;
   uint64_t at = (uintptr_t)part->stage.iov_base;
   for (uint32_t i = 0; i < part->blocks; ++i, ++index) {
     const struct iovec *block = &part->remote[i];
-    const uint64_t address = (uintptr_t)block->iov_base, *key = self->keys + 2 * index;
+    const uint64_t address = (uintptr_t)block->iov_base, *keys = self->keys + (1 + link->rails) * index;
     const uint64_t offset = address - (uintptr_t)self->base.request.remote[index].iov_base;
-    const uint64_t row[ROW] = {at, key[0] + offset, block->iov_len, self->staging->descriptor, key[1], address};
-    memcpy(part->rows + (size_t)ROW * i, row, sizeof row);
+    const uint64_t row[ROW] = {at, keys[0] + offset, block->iov_len, address};
+    uint64_t *to = part->rows + row_words(link) * i;
+    memcpy(to, row, sizeof row);
+    row_add_rails(to, link, self->staging, keys + 1);
     at += block->iov_len;
   }
 }
@@ -134,7 +137,7 @@ static void end(StagedTransfer *self) {
   ProxycclTransfer *transfer = &self->base;
   if (transfer->error == 0) {
     transfer_answered(&transfer->request);
-  } else if (self->keys == NULL || transfer->error < 0 || transfer->abandoned || fabric_failed(transfer->agent)) {
+  } else if (self->keys == NULL || transfer->error < 0 || transfer->abandoned || transfer->fault.address == 0) {
     transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
   } else { /* a libfabric request failed: asks the peer whether its memory is mapped, as fabric_path.c does */
     link_start(transfer->link, &transfer->request, 0, &transfer->fault);
@@ -190,7 +193,6 @@ static void part_carried(Rdma *rdma) {
 }
 
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
-  StagedTransfer *self = (StagedTransfer *)transfer;
   (void)stream;
   transfer->request.at = (Position){0, 0};
   transfer->request.left = transfer->bytes;
@@ -216,7 +218,7 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
     Part *part = &self->parts[i];
     if (part->state == PART_MOVING && self->keys != NULL) {
-      rdma_drop(agent, &part->rdma);
+      rdma_drop(&part->rdma);
       if (part->rdma.unanswered == 0) part->state = PART_MOVED;
     } else if (part->state == PART_MOVING && (part->request.node.queued || part->request.origin == NULL)) {
       link_forget(transfer->link, &part->request);
@@ -241,10 +243,10 @@ static int finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
 
 ProxycclTransfer *proxyccl_transfer_create_staged(ProxycclAgent *agent, ProxycclLink *link,
                                                   const ProxycclBlocks *blocks, const ProxycclStaging *staging,
-                                                  int by_fabric, const uint64_t *keys, uint64_t peer) {
+                                                  int by_fabric, const uint64_t *keys) {
   static const TransferPath path = {.begin = begin, .look = look, .help = help, .finish = finish, .soon = 1};
-  const size_t row_words = keys == NULL ? 0 : (size_t)FRAME_BLOCKS * ROW;
-  const size_t bytes = sizeof(StagedTransfer) + PROXYCCL_STAGES * row_words * sizeof(uint64_t);
+  const size_t words = keys == NULL ? 0 : FRAME_BLOCKS * row_words(link);
+  const size_t bytes = sizeof(StagedTransfer) + PROXYCCL_STAGES * words * sizeof(uint64_t);
   StagedTransfer *self = (StagedTransfer *)transfer_of_blocks(agent, link, bytes, &path, blocks);
   if (self == NULL) return NULL;
   self->staging = staging;
@@ -258,10 +260,10 @@ ProxycclTransfer *proxyccl_transfer_create_staged(ProxycclAgent *agent, Proxyccl
                               .origin = by_fabric ? &part->origin : NULL,
                               .ended = part_moved};
     part->stage.iov_base = (void *)(uintptr_t)staging->memory[i];
-    part->origin = (Origin){staging->base + i * (uint64_t)PROXYCCL_STAGE_BYTES, staging->key};
-    part->rows = self->rows + i * row_words;
-    part->rdma =
-        (Rdma){.link = link, .writes = blocks->writes, .rows = part->rows, .peer = peer, .ended = part_carried};
+    part->origin.address = staging->base + i * (uint64_t)PROXYCCL_STAGE_BYTES;
+    memcpy(part->origin.keys, staging->keys, sizeof staging->keys);
+    part->rows = self->rows + i * words;
+    part->rdma = (Rdma){.link = link, .writes = blocks->writes, .rows = part->rows, .ended = part_carried};
   }
   return &self->base;
 }

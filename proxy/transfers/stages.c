@@ -71,14 +71,13 @@ static void carried(Rdma *rdma) {
 }
 
 void stage_carry(Stage *stage, int writes, uint64_t bytes, const Origin *origin) {
-  const uint64_t row[ROW] = {(uintptr_t)stage->memory,           origin->address, bytes,
-                             stage->device->staging->descriptor, origin->key,     0};
+  const uint64_t row[ROW] = {(uintptr_t)stage->memory, origin->address, bytes, 0};
   memcpy(stage->row, row, sizeof row);
+  row_add_rails(stage->row, stage->link, stage->device->staging, origin->keys);
   stage->copying = 1;
   ++stage->link->references;
-  stage->rdma =
-      (Rdma){.link = stage->link, .writes = writes, .rows = stage->row, .peer = stage->link->address, .ended = carried};
-  rdma_start(stage->agent, &stage->rdma, bytes);
+  stage->rdma = (Rdma){.link = stage->link, .writes = writes, .rows = stage->row, .ended = carried};
+  rdma_start(&stage->rdma, bytes);
 }
 
 void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_t count) {

@@ -100,6 +100,7 @@ typedef struct ProxycclDeviceCopies {
 } ProxycclDeviceCopies;
 
 enum { PROXYCCL_STAGES = 4, PROXYCCL_STAGE_BYTES = 1 << 19 };
+enum { PROXYCCL_AGENT_RAILS = 8, PROXYCCL_ADDRESS_BYTES = 512 }; /* see proxyccl_agent_set_fabric */
 
 /* Pinned buffers, called stages, through which data moves between a device's memory and another process. Each stage has
  * PROXYCCL_STAGE_BYTES bytes, the same address for the device and the CPU, and its own event. A copy from the device
@@ -108,8 +109,9 @@ enum { PROXYCCL_STAGES = 4, PROXYCCL_STAGE_BYTES = 1 << 19 };
 typedef struct ProxycclStaging {
   const ProxycclCopier *copier;
   uint64_t memory[PROXYCCL_STAGES]; /* the stages' addresses; the stages are consecutive */
-  int32_t by_fabric;                /* 1 if the stages are registered with the agent's libfabric endpoint */
-  uint64_t descriptor, key, base;   /* for libfabric requests: descriptor, key, and address of the first byte */
+  int32_t by_fabric;                /* 1 if the stages are registered with the agent's libfabric endpoints */
+  uint64_t base;                    /* the address of the first byte for libfabric requests */
+  uint64_t descriptors[PROXYCCL_AGENT_RAILS], keys[PROXYCCL_AGENT_RAILS]; /* by rail */
   uint64_t streams[PROXYCCL_STAGES + 1], events[PROXYCCL_STAGES + 1];
 } ProxycclStaging;
 
@@ -204,10 +206,15 @@ int proxyccl_ledger_wait(ProxycclLedger *ledger, int file, uint32_t own, uint64_
 /* Creates a link over a connected stream socket. Takes ownership of the socket, even if it fails. `peer_secret`: the
  * secret of the agent at the other end. `process`: a pidfd of the peer's process, which this function also takes
  * ownership of, or -1. `pid`: the id of the peer's process if process_vm_readv works for that process, else 0.
- * `address`: the address of this agent's libfabric endpoint, or 0 bytes if the peer does not use that endpoint. Returns
- * NULL on failure and sets errno. */
-ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process, int32_t pid,
-                                   const char *address, uint64_t address_bytes);
+ * Returns NULL on failure and sets errno. */
+ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process, int32_t pid);
+/* Lets a new link use rails: each of the agent's rails reaches the peer's rail of the same number. `own`, `theirs`: the
+ * addresses of the agent's rails and of the peer's, PROXYCCL_ADDRESS_BYTES bytes for each. Returns the number of rails
+ * that the link uses. */
+uint32_t proxyccl_link_use_rails(ProxycclLink *link, const char *own, uint64_t own_bytes, const char *theirs,
+                                 uint64_t their_bytes);
+/* Returns a bit for each rail on which the link has outstanding requests, none of which has completed for 2 s. */
+uint32_t proxyccl_link_stalled(const ProxycclLink *link);
 /* Ends the link, and ends the link's active transfers with the state LOST. */
 void proxyccl_link_end(ProxycclLink *link);
 /* Ends the link and releases its handle. */
@@ -240,28 +247,28 @@ ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *l
 ProxycclTransfer *proxyccl_transfer_create_by_socket(ProxycclAgent *agent, ProxycclLink *link,
                                                      const ProxycclBlocks *blocks);
 /* Creates a transfer between a device and the peer through `staging`, stages that only this transfer uses and that must
- * outlive the transfer. `by_fabric`: whether the peer's libfabric endpoint reads and writes the stages. `keys`: if this
- * agent's endpoint reads and writes the peer's blocks, two words for each block, its address for libfabric and its key,
- * which must outlive the transfer; otherwise NULL. `peer`: then the fi_addr_t of the peer's endpoint. With neither, the
- * socket carries the data. */
+ * outlive the transfer. `by_fabric`: whether the peer's rails read and write the stages. `keys`: if this agent's rails
+ * read and write the peer's blocks, the words of each block, its address for libfabric and its key for each of the
+ * link's rails, which must outlive the transfer; otherwise NULL. With neither, the socket carries the data. */
 ProxycclTransfer *proxyccl_transfer_create_staged(ProxycclAgent *agent, ProxycclLink *link,
                                                   const ProxycclBlocks *blocks, const ProxycclStaging *staging,
-                                                  int by_fabric, const uint64_t *keys, uint64_t peer);
-/* A libfabric endpoint, by which transfers read and write registered memory of peers. */
+                                                  int by_fabric, const uint64_t *keys);
+/* A rail: an agent's libfabric endpoint on one interface, by which transfers read and write registered memory of peers.
+ */
 typedef struct ProxycclFabricPort {
   uint64_t endpoint, queue, fabric, peers; /* fid_ep *, fid_cq *, fid_fabric *, fid_av * */
   int32_t descriptor;                      /* the queue's descriptor, or -1; readable when the queue has completions */
   uint32_t depth;                          /* the highest number of outstanding requests */
   uint64_t max_message;                    /* most bytes of one request */
 } ProxycclFabricPort;
-/* Sets an agent's libfabric endpoint, which outlives the agent's thread. Returns 0, ENOMEM, or ENOSYS in a build
- * without libfabric. */
-int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port);
-/* Creates a transfer by the agent's libfabric endpoint. `rows`: `count` rows of (local address, remote address for
- * requests, bytes, local descriptor, remote key, address in the peer's process), which must outlive the transfer.
- * `peer`: an fi_addr_t. */
+/* Sets an agent's rails, at most PROXYCCL_AGENT_RAILS, which outlive the agent's thread. Returns 0 or an errno, which
+ * is ENOSYS in a build without libfabric. */
+int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *ports, uint32_t count);
+/* Creates a transfer by the agent's rails. `rows`: `count` rows of (local address, remote address for requests, bytes,
+ * address in the peer's process), followed by (local descriptor, remote key) for each of the link's rails. The rows
+ * must outlive the transfer. */
 ProxycclTransfer *proxyccl_transfer_create_by_fabric(ProxycclAgent *agent, ProxycclLink *link, int writes,
-                                                     const uint64_t *rows, uint64_t count, uint64_t peer);
+                                                     const uint64_t *rows, uint64_t count);
 /* Creates a transfer that a device copies. `copier` must outlive the transfer. */
 ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link, int writes,
                                                      const ProxycclCopier *copier, const ProxycclDeviceCopies *copies);

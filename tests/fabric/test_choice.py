@@ -155,10 +155,12 @@ def test_agents_use_the_nearest_devices_of_their_gpus_in_turns(
     gpus = list(expand("p5_efa", tmp_path).values())
     offers = of_efa(tmp_path)
     options = FabricOptions(interfaces=tuple(each.domain for each in offers) if named else None)
+    rails = 2 if named else 1
     first_agents(monkeypatch, 7)
     for turn, (current, gpu) in itertools.product(range(5), enumerate(gpus)):
-        chosen = fabric.choose_offer(offers, options, driver_of(gpus, current), tmp_path)
-        assert chosen.domain == f"rdmap{int(gpu[5:7], 16) - 4 + (current + turn) % 4}s0-rdm"
+        chosen = fabric.choose_agent_offers(offers, options, driver_of(gpus, current), tmp_path)
+        numbers = sorted((rails * (current + turn) + rail) % 4 for rail in range(rails))
+        assert [each.domain for each in chosen] == [f"rdmap{int(gpu[5:7], 16) - 4 + n}s0-rdm" for n in numbers]
 
 
 def test_processes_that_see_one_gpu_or_none_start_with_different_devices(
@@ -177,13 +179,16 @@ def test_processes_that_see_one_gpu_or_none_start_with_different_devices(
         chosen = set()
         for process in range(7, 7 + 16):
             first_agents(monkeypatch, process)
-            chosen.add(fabric.choose_offer(offers, FabricOptions(), driver, tmp_path).domain)
+            chosen |= {each.domain for each in fabric.choose_agent_offers(offers, FabricOptions(), driver, tmp_path)}
         assert chosen == {each.domain for each in offers if int(each.domain[5:-6]) in devices}
 
 
-def test_agents_use_the_same_one_of_named_interfaces_with_addresses() -> None:
+def test_agents_use_the_same_ones_of_named_interfaces_with_addresses() -> None:
+    """Interfaces with addresses may be on separate networks, so all agents use the first names."""
     options = FabricOptions(interfaces=["eth1", "eth0"])
-    assert [fabric.choose_offer(TCP, options, None).domain for _ in range(3)] == ["eth1"] * 3
+    for rails, expected in ((1, ["eth1"]), (2, ["eth1", "eth0"])):
+        chosen = [fabric.choose_agent_offers(TCP, replace(options, rails=rails), None) for _ in range(3)]
+        assert [[each.domain for each in each_agent] for each_agent in chosen] == [expected] * 3
 
 
 def test_info_lists_devices_of_efa_and_interfaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,7 +240,7 @@ class EndedQueue:
 
     def __init__(self, agent: Agent, *, error: bool) -> None:
         assert agent._fabric is not None
-        of_queue = ctypes.c_uint64.from_address(agent._fabric.port.queue + 8 * self._FID_WORDS)
+        of_queue = ctypes.c_uint64.from_address(agent._fabric.ports[0].queue + 8 * self._FID_WORDS)
         self._before = of_queue, of_queue.value
         call = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         self._calls = [call(lambda *_: self._ERROR_AVAILABLE if error else self._CLOSED), call(lambda *_: self._CLOSED)]

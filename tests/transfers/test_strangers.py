@@ -18,8 +18,8 @@ from proxyccl.transfer import Agent
 from support.agents import Mapped
 
 FRAME = struct.Struct("<IIQ")
-HELLO, MESSAGE, WRITE, READ, ANSWER, PERMIT, CHECK = range(1, 8)
-VERSION = 2
+HELLO, MESSAGE, WRITE, READ, ANSWER, PERMIT, CHECK, ADDRESS = range(1, 9)
+VERSION = 3
 EACCES = errno.EACCES
 
 pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the runtime")
@@ -100,6 +100,7 @@ def test_a_link_without_the_secret_is_closed(target: Target, greeting: bytes) ->
         FRAME.pack(MESSAGE, 0, 1 << 60),
         FRAME.pack(READ, 0, 0),
         FRAME.pack(READ, 513, 513),
+        FRAME.pack(ADDRESS, 0, 9 * 512),  # of more interfaces than an agent may have
         FRAME.pack(CHECK, 513, 513),
         FRAME.pack(CHECK, 1, 8) + struct.pack("<QQ", 0, 9),
         FRAME.pack(WRITE, 1, 1 << 40),

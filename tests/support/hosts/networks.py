@@ -5,6 +5,7 @@ The library treats processes in different namespaces as ranks on different hosts
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ INTERFACE = "eth0"
 _STEP_SECONDS = 30
 _BY_NAME = {"PROXYCCL_HOSTS": "name"}  # distinguishes hosts by name, because the hosts share a PID namespace
 _TESTS = str(ROOT / "tests")
+_NETWORK = 0x40000000  # CLONE_NEWNET
 _TEMPLATE = Path(__file__).with_name("template.py")
 
 
@@ -123,6 +125,13 @@ class Hosts:
     def inside(self, host: int) -> list[str]:
         """Returns a command prefix that executes a command on a host."""
         return self._inside(host + 1)
+
+    def enter(self, host: int) -> None:
+        """Moves the calling thread, with the threads that it starts afterwards, to a host's network."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/proc/{self._holders[host + 1].pid}/ns/net") as namespace:
+            if libc.setns(namespace.fileno(), _NETWORK):
+                raise OSError(ctypes.get_errno(), "setns failed")
 
     def start(self, host: int, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """Starts Python on a host, with libfabric on the library path, and stdout and stderr in one pipe."""
