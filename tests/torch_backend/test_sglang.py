@@ -44,6 +44,7 @@ def test_another_deep_ep_that_is_imported_already_is_an_error(monkeypatch: pytes
 
 def test_functions_that_sglang_lacks_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROXYCCL_SGLANG", "1")
+    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)  # other tests may have imported the package
     monkeypatch.setitem(sys.modules, "sglang", None)  # lets imports fail, as those of another version's functions
     with pytest.raises(RuntimeError, match=r"^PROXYCCL_SGLANG=1: expected the functions of SGLang 0\.5\.23, .*sglang"):
         register()
