@@ -153,7 +153,6 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         self.endpoints: Endpoints = endpoints
         self.calls = IssuedCalls(rank, size, endpoints)
         self._barriers = itertools.count()
-        self._splits = itertools.count()
         flight_recorder.watch(self)
 
     def getBackendName(self) -> str:  # noqa: N802  torch's names, here and below
@@ -219,18 +218,17 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
     """Whether torch may call `shrink`: only for a backend, because torch makes a process group around the result."""
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> ProcessGroupProxyCCL | None:
-        """Makes a group of the given ranks, in the given order. All ranks of this group must call this function.
-        Returns None on ranks outside the new group.
+        """Makes a group of the given ranks, in the given order. All of them must call this function. Returns None on
+        ranks outside the new group.
 
         Args:
             store: the store through which this group's ranks exchange addresses.
             ranks: the members of the new group, by their numbers in this group.
             opts: torch's options, of which only the time-out is used, and if they are `Options`, the settings.
         """
-        number = next(self._splits)
         if self._rank not in ranks:
             return None
-        name = f"split-{number}-{'-'.join(map(str, ranks))}"
+        name = f"split-{'-'.join(map(str, ranks))}"
         timeout = getattr(opts, "_timeout", None) or self._timeout
         members = list(ranks)
         own = members.index(self._rank)
@@ -403,6 +401,22 @@ def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
     return group
 
 
+_split_in_torch = dist.ProcessGroup.split_group
+
+
+def _split_group(group: dist.ProcessGroup, ranks: Sequence[int], *args: Any, **options: Any) -> Any:
+    """Makes a group of the given ranks as torch does, and returns None on other ranks. If `split` returns None, torch's
+    C++ ends the process, so on these ranks torch may split only backends of other libraries.
+    """
+    if group.rank() not in ranks:
+        devices = options.get("device_types") or group._device_types
+        others = [each for each in devices if not isinstance(group._get_backend(each), ProcessGroupProxyCCL)]
+        if not others:
+            return None
+        options["device_types"] = others
+    return _split_in_torch(group, ranks, *args, **options)
+
+
 def _unused_part(store: Any, rank: int) -> dist.PrefixStore:
     """Returns a prefix of a group's store that no earlier group of the same name has used, because a destroyed group
     may have left keys in the store. All ranks make groups of a name in the same order, and so count them alike.
@@ -435,4 +449,6 @@ def _await_other_backends(store: Any, rank: int, size: int, timeout: timedelta) 
 def register() -> None:
     """Registers the backend with torch, unless it is registered already."""
     if NAME not in dist.Backend.backend_list:
+        if IS_BACKEND:
+            dist.ProcessGroup.split_group = _split_group
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

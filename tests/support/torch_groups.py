@@ -37,6 +37,17 @@ def run(body: Callable[[Any], T], ranks: int = RANKS, timeout: timedelta = TIMEO
         return [future.result(240) for future in [pool.submit(on_rank, rank) for rank in range(ranks)]]
 
 
+def torch_group(group: Any) -> dist.ProcessGroup:
+    """Returns a torch process group whose backend is `group`; before torch 2.15, `group` itself is one."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    wrapper = dist.ProcessGroup(group.get_group_store(), group.rank(), group.size())
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    wrapper._register_backend(torch.device("cpu"), kind, group)
+    wrapper._set_default_backend(kind)
+    return wrapper
+
+
 def options(kind: str, *, waits: bool = True, **values: Any) -> Any:
     """Returns the torch options object of a collective."""
     made = getattr(torch._C._distributed_c10d, f"{kind}Options")()

@@ -12,7 +12,7 @@ import torch.distributed as dist  # noqa: E402
 
 from proxyccl import ArgumentError  # noqa: E402
 from proxyccl.torch import communicator_of  # noqa: E402
-from support.torch_groups import run  # noqa: E402
+from support.torch_groups import run, torch_group  # noqa: E402
 
 EPS = 1e-6
 _numbers = itertools.count()  # makes new names for groups, because torch keeps used names
@@ -21,17 +21,6 @@ _registered: dict[str, dist.ProcessGroup] = {}  # torch's registry does not keep
 
 def rows(rank: int, width: int = 48) -> Any:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)
-
-
-def torch_group(group: Any) -> dist.ProcessGroup:
-    """Returns a torch process group whose backend is `group`; before torch 2.15, `group` itself is one."""
-    if isinstance(group, dist.ProcessGroup):
-        return group
-    wrapper = dist.ProcessGroup(dist.HashStore(), group.rank(), group.size())
-    kind = dist.ProcessGroup.BackendType.CUSTOM
-    wrapper._register_backend(torch.device("cpu"), kind, group)
-    wrapper._set_default_backend(kind)
-    return wrapper
 
 
 def named(group: Any) -> str:

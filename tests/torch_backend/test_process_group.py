@@ -32,7 +32,7 @@ from proxyccl.torch._device_calls import ADDED_BETWEEN  # noqa: E402
 from proxyccl.torch.endpoints import Settings  # noqa: E402
 from proxyccl.torch.tensor_collectives import REDUCIBLE  # noqa: E402
 from proxyccl.torch.under_way import UnderWay  # noqa: E402
-from support.torch_groups import RANKS, TIMEOUT, options, run  # noqa: E402
+from support.torch_groups import RANKS, TIMEOUT, options, run, torch_group  # noqa: E402
 
 FLOATS = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 MOVED = (*sorted(REDUCIBLE, key=str), torch.bool, torch.complex64, *FLOATS)
@@ -530,6 +530,22 @@ def test_a_group_can_be_split() -> None:
             return
         assert (part.rank(), part.size()) == ((0, 2) if rank == 2 else (1, 2))
         assert all_reduced(part, torch.full((1,), float(rank))).item() == 2
+        part.shutdown()
+
+    run(body)
+
+
+@pytest.mark.skipif(not process_group.IS_BACKEND, reason="torch splits only groups of GPUs")
+def test_torch_splits_a_group_that_leaves_ranks_out() -> None:
+    """torch's C++ ends the process of a rank on which a backend of Python returns None."""
+
+    def body(group: Any) -> None:
+        part = torch_group(group).split_group([2, 0], TIMEOUT, None, "part", None)
+        if group.rank() == 1:
+            assert part is None
+            return
+        part.allreduce([total := torch.ones(1)]).wait()
+        assert total.item() == 2
         part.shutdown()
 
     run(body)
