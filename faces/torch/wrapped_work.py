@@ -1,10 +1,10 @@
-"""Makes `is_completed` correct for a Work that torch has wrapped.
+"""Makes the methods of a Work that torch has wrapped call the methods of the Work in the wrapper.
 
 torch's C++ wraps the Work of a backend or a group that is written in Python in a Work of C++ (``PyWorkHolder``), which
-forwards only `wait` and `get_future`: its own `is_completed` always returns False. So this module replaces
-`torch.distributed.Work.is_completed` by a function that asks the wrapper for a future. While a thread asks, our Works
-register themselves instead of making a future. For Works of other backends, the result of `is_completed` does not
-change.
+forwards only `wait` and `get_future`: its own `is_completed` always returns False, its `synchronize` does not wait, and
+its `result` and `source_rank` raise errors. So this module replaces methods of `torch.distributed.Work` by functions
+that ask the wrapper for a future. While a thread asks, our Works register themselves instead of making a future. For
+Works of other backends, the methods' effects do not change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class _Search(threading.local):
 
 
 _search = _Search()
-_is_completed_in_torch: Callable[[dist.Work], bool] = dist.Work.is_completed
 _UNNAMED: int = dist.Work()._get_op_type()
 """The type of operation that a wrapper has."""
 _NO_FUTURE = torch.futures.Future()
@@ -41,20 +40,29 @@ def registered(work: dist.Work) -> Any:
     return _NO_FUTURE
 
 
-def _is_completed(work: dist.Work) -> bool:
-    """Returns whether the call has ended, also for a wrapped Work."""
-    if _is_completed_in_torch(work):
-        return True
+def _wrapped(work: dist.Work) -> dist.Work | None:
+    """Returns our Work in a wrapper; None if `work` is another Work."""
     if work._get_op_type() != _UNNAMED:
-        return False
+        return None
     found = _search.found = []
     try:
         work.get_future()
     except RuntimeError:  # a Work of another backend may have no future
-        return False
+        return None
     finally:
         _search.found = None
-    return bool(found) and found[0].is_completed()
+    return found[0] if found else None
 
 
-dist.Work.is_completed = _is_completed
+def _forward(name: str) -> None:
+    in_torch: Callable[[dist.Work], Any] = getattr(dist.Work, name)
+
+    def method(work: dist.Work) -> Any:
+        own = _wrapped(work)
+        return in_torch(work) if own is None or own is work else getattr(own, name)()
+
+    setattr(dist.Work, name, method)
+
+
+for _name in ("is_completed", "is_success", "exception", "result", "source_rank", "synchronize"):
+    _forward(_name)

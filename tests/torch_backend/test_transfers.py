@@ -128,6 +128,28 @@ def test_a_work_that_torch_wraps_knows_when_its_call_ends(on: Ranks) -> None:
     on.run(2, body)
 
 
+def test_a_work_that_torch_wraps_has_the_methods_of_the_backends_work(on: Ranks) -> None:
+    receives = threading.Event()
+
+    def body(group: Any) -> None:
+        base = next(base for base in type(group).__mro__ if base.__module__.startswith("torch."))
+        if group.rank() == 1:
+            assert receives.wait(60)
+            isend(group, on.tensor(1, 7.0), 0).wait()
+            return
+        out = on.tensor(0, -1.0)
+        work = base.recv(group, [out], 1, 0)
+        receives.set()
+        work.synchronize()
+        assert on.holds(out, 7.0)
+        assert work.is_success()
+        assert work.exception() is None
+        assert work.source_rank() == 1
+        assert work.result()[0].data_ptr() == out.data_ptr()
+
+    on.run(2, body)
+
+
 def test_a_failed_work_that_torch_wraps_has_ended(on: Ranks) -> None:
     def body(group: Any) -> None:
         base = next(base for base in type(group).__mro__ if base.__module__.startswith("torch."))
