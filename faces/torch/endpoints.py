@@ -24,6 +24,7 @@ from proxyccl.device.errors import (
     renumbered,
 )
 from proxyccl.device.runtimes import require_suspendable
+from proxyccl.torch.errors import torch_errors
 from proxyccl.torch.on_gpu import DeviceRuntimes, compile_early, runtime_name
 from proxyccl.torch.store_bootstrap import StoreBootstrap
 from proxyccl.torch.to_self import ToSelf
@@ -273,9 +274,15 @@ class Endpoints:
             splittable.suspended or suspendable not in (None, splittable.group.device_memory.suspendable)
         ):
             splittable = None  # a split communicator has its parent's memory and its setting of `suspendable`
+
+        def give_up() -> None:
+            self._require_open()
+            with torch_errors():  # so that `transferring` does not renumber the ranks in errors of other communicators
+                self.check()
+
         with self.transferring(peer):
             answer = b"" if splittable is None else b"1"
-            splits = whole is not None and all(bootstrap.all_gather(answer, seconds, self._require_open))
+            splits = whole is not None and all(bootstrap.all_gather(answer, seconds, give_up))
         if splits:
             assert splittable is not None
             # This call is outside `transferring`, because a failed split's errors already have rank numbers of `whole`.

@@ -500,6 +500,24 @@ def test_an_abort_and_a_shutdown_end_the_wait_for_a_first_peer(on: Ranks) -> Non
     on.run(3, body)
 
 
+def test_a_failure_of_the_group_ends_the_wait_for_a_first_peer(on: Ranks) -> None:
+    waits = threading.Event()
+
+    def body(group: Any) -> None:
+        rank = group.rank()
+        group.allreduce([on.tensor(rank, 1.0)]).wait()
+        if rank == 1:
+            assert waits.wait(60)
+            group.endpoints.made[0].abort("as if a rank had ended")
+        elif rank == 2:
+            work = irecv(group, on.tensor(rank, -1.0), 1)
+            waits.set()
+            with pytest.raises(dist.DistBackendError, match="AbortedError: rank 1 ended the communicator: as if"):
+                work.wait(timedelta(seconds=50))
+
+    on.run(3, body)
+
+
 def test_a_transfer_that_the_peer_does_not_match_is_named(on: Ranks) -> None:
     def body(group: Any) -> None:
         rank = group.rank()
