@@ -501,11 +501,12 @@ def test_an_abort_and_a_shutdown_end_the_wait_for_a_first_peer(on: Ranks) -> Non
 
 
 def test_a_failure_of_the_group_ends_the_wait_for_a_first_peer(on: Ranks) -> None:
-    waits = threading.Event()
+    have_reduced, waits = threading.Barrier(3), threading.Event()
 
     def body(group: Any) -> None:
         rank = group.rank()
         group.allreduce([on.tensor(rank, 1.0)]).wait()
+        have_reduced.wait(60)
         if rank == 1:
             assert waits.wait(60)
             group.endpoints.made[0].abort("as if a rank had ended")
