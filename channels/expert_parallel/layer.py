@@ -208,7 +208,7 @@ class EPAll2AllLayer:
         options = agree_on_placement(members.group, options)
         ctx = DispatchCombineContext(members, options, number)
         dispatching, combining = UnderWay("dispatch"), UnderWay("combine")
-        ctx.workspace.in_halves = lambda: dispatching.call is not None or combining.call is not None
+        ctx.workspace.in_halves.append(lambda: dispatching.call is not None or combining.call is not None)
         self._take(LayerParts(ctx, options, *names), dispatching, combining)
 
     def _take(self, parts: LayerParts, dispatching: UnderWay, combining: UnderWay) -> None:

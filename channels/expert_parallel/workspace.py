@@ -29,14 +29,15 @@ class ExpertWorkspace:
         sleepers: wakes the proxy that sends data to other nodes; None on one node.
         outputs: the output buffers, or None.
         received_rows: a pointer for the CPU to the ProxycclReceivedRows in pinned memory.
-        in_halves: returns whether a call's first half has been queued, so that the workspace holds the call's rows.
+        in_halves: functions that return whether the first half of a call is queued, so that the workspace holds the
+            call's rows.
     """
 
     def __init__(self, group: Group, nodes: Nodes, options: LayerOptions, grid: tuple[int, int]) -> None:
         if group.world_size > lib.PROXYCCL_MAX_EXPERT_RANKS:
             raise ResourceError(f"an expert-parallel layer serves at most {lib.PROXYCCL_MAX_EXPERT_RANKS} ranks")
         self._group, self._nodes, self._options, (self._blocks, threads) = group, nodes, options, grid
-        self.in_halves: Callable[[], bool] = lambda: False
+        self.in_halves: list[Callable[[], bool]] = []
         room = own_segment_bytes if options.keeps_outputs and group.runtime.name != "host" else aligned
         sizes = {"blocks": self._blocks, "threads": threads, "nodes": nodes.count, "local_size": nodes.local_size}
         geometry = Geometry(options, **sizes, copied=nodes.copied(group), output_room=room)
@@ -50,7 +51,10 @@ class ExpertWorkspace:
         group, nodes, e = self._group, self._nodes, self.experts
         # Kernels continue to count the signals in these areas after the communicator was suspended.
         signals = ((0, int(e.inbox)), (int(e.loadable), 2 * 8 * nodes.local_size * self._blocks))
-        allocated = group.device_memory.allocate(nbytes, "experts", lambda: None if self.in_halves() else signals)
+        in_halves = self.in_halves  # `device_memory` must not keep this object alive
+        allocated = group.device_memory.allocate(
+            nbytes, "experts", lambda: None if any(each() for each in in_halves) else signals
+        )
         self._workspace = Array(group.runtime, allocated, (nbytes,), as_dtype("uint8"))
         self._memory = memory = register(group, self._workspace)
         self._channels: dict[int, list[ProxyChannel]] = {}
