@@ -47,7 +47,7 @@ class _Piece(Struct, eq=False):
     purpose: MemoryPurpose
     block: bool  # whether the runtime can suspend the memory
     # Returns the parts that kernels need after they were suspended, even if the contents of arrays are dropped, or None
-    # for the whole allocation; None stands for a function that returns None.
+    # for the whole allocation. If the field is None, the whole allocation is kept.
     control: Callable[[], Ranges | None] | None
 
 

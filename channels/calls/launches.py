@@ -73,7 +73,8 @@ class Launches:
         self.locks: list[AbstractContextManager[object]] = [self._lock]
         self._last: int | ThreadStream | None = None  # the stream of the latest launch that was not captured
         self._last_stream_owner: StreamLike = None  # keeps that stream, and so its handle, alive
-        self._captured: dict[int, int | ThreadStream] = {}  # by a capture's number, the stream of its latest launch
+        # By a capture's number, the stream of its latest launch, and what keeps that stream alive.
+        self._captured: dict[int, tuple[int | ThreadStream, StreamLike]] = {}
         self.default_stream: Stream = runtime.create_stream(in_caller=True)
         self._default_handle = self.default_stream.handle
         self.calls = Calls(
@@ -218,7 +219,7 @@ class Launches:
 
     @property
     def last_stream(self) -> int | None:
-        """The handle of a stream that is ordered after the latest launch outside captures; None before that launch.
+        """The handle of a stream that is ordered after the latest launch outside captures; None if there was none.
 
         A program that passes a stream by number must keep that stream open until the next call that is not captured.
         """
@@ -327,13 +328,15 @@ class Launches:
         capture = self._runtime.capture_of(handle)
         # For a call on the same stream as the call before it, C does not query whether a capture records the stream. So
         # if no launch of this capture is known, the capture's latest launch may have been on `_last`.
-        last = self._captured.get(capture, None if closed else self._last)
+        last, owner = self._captured.get(capture, (None if closed else self._last, None))
+        if closed_stream(owner) is not None:
+            last = None
         if last is not None and last != named:
             self._runtime.order_streams(reachable_stream(self._runtime, last), handle)
         if capture:
             if len(self._captured) == _MOST_CAPTURES and capture not in self._captured:
                 del self._captured[next(iter(self._captured))]
-            self._captured[capture] = named
+            self._captured[capture] = named, stream
             self.calls.set_stream(None)
             return handle
         if named != self._last or closed is not None:

@@ -354,10 +354,11 @@ class EPAll2AllLayer:
         call exchanges a few bytes with the other ranks; if the weights of all ranks have arrived, the call waits for
         the queued work, changes the placement, and returns True.
 
-        During a move, the program must neither change nor free the arrays. A call with another placement, or without
-        `weights`, ends the move. So do an error, `finalize`, and `shrink` and `grow` of this layer. The former
-        placement then stays valid, but the contents of empty places are undefined. To repeat the move, call `place`
-        again, after `shrink` or `grow` of the new layer.
+        During a move, the program must neither change nor free the arrays, and `suspend` may refuse the move's memory.
+        A call with another placement, or without `weights`, ends the move. So do `finalize`, `grow`, and an error that
+        leaves the communicator usable. The former placement then stays valid, but the contents of empty places are
+        undefined. After a CommunicatorError, `shrink` completes the move if another rank has completed it, and
+        otherwise ends it. To repeat a move, call `place` again, after `shrink` or `grow` of the new layer.
 
         Weights for empty places are written directly, and weights for places in use arrive in a buffer. Until the end
         of a move, a rank's buffers take as much memory as its places in use that get another expert. To need less

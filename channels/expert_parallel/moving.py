@@ -20,7 +20,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 class Move:
-    """A move of weights to the places of a rank that get other experts.
+    """Reads weights into those places of this rank that get another expert.
 
     Args:
         group: the layer's group.

@@ -211,8 +211,12 @@ class ExpertPlaces:
         If other ranks have completed the move, this rank's weights are the new layer's after this call.
         """
         if self._move is not None and self._move.placement == placement:
-            group.synchronize()
-            self._move.finish()
+            try:
+                group.synchronize()
+                self._move.finish()
+            except BaseException as error:
+                group.failure.abort(f"this rank could not complete its move of experts' weights: {error}")
+                raise
         self.end_move()
 
     def end_move(self) -> None:

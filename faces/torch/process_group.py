@@ -384,8 +384,8 @@ def _default_group() -> ProcessGroupProxyCCL | None:
 
 
 def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
-    """Makes a group for torch. Torch passes no list of ranks for the default group, and programs pass none for groups
-    of other ranks than the default group's, such as a trainer's and its servers'. `own_options` are the program's
+    """Makes a group for torch. There is no list of ranks for the default group, nor for groups that programs make of
+    processes outside the default group, such as a trainer and its servers. `own_options` are the program's
     `pg_options`, possibly another backend's options.
     """
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
@@ -404,17 +404,24 @@ def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
 _split_in_torch = dist.ProcessGroup.split_group
 
 
-def _split_group(group: dist.ProcessGroup, ranks: Sequence[int], *args: Any, **options: Any) -> Any:
+def _split_group(
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    timeout: Any = None,
+    opts: Any = None,
+    group_name: str | None = None,
+    group_desc: str | None = None,
+    device_types: Sequence[torch.device] | None = None,
+) -> Any:
     """Makes a group of the given ranks as torch does, and returns None on other ranks. If `split` returns None, torch's
     C++ ends the process, so on these ranks torch may split only backends of other libraries.
     """
     if group.rank() not in ranks:
-        devices = options.get("device_types") or group._device_types
-        others = [each for each in devices if not isinstance(group._get_backend(each), ProcessGroupProxyCCL)]
-        if not others:
+        devices = device_types or group._device_types
+        device_types = [each for each in devices if not isinstance(group._get_backend(each), ProcessGroupProxyCCL)]
+        if not device_types:
             return None
-        options["device_types"] = others
-    return _split_in_torch(group, ranks, *args, **options)
+    return _split_in_torch(group, ranks, timeout, opts, group_name, group_desc, device_types)
 
 
 def _unused_part(store: Any, rank: int) -> dist.PrefixStore:

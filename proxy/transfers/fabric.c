@@ -29,6 +29,7 @@ enum {
   WINDOW_BYTES = 4 << 20    /* most outstanding bytes of a link on each of several rails */
 };
 #define STALLED_NS 2000000000ull /* a rail on which a link's requests make no progress for this time has stalled */
+#define DOWN_NS 10000000000ull   /* for this time after a failed request, a link prefers other rails */
 #define LONGEST_STOP_NS 1000000000ull
 
 typedef struct Rail Rail;
@@ -128,6 +129,7 @@ static void post(Fabric *fabric, Rail *rail, Rdma *rdma) {
     return;
   }
   if (error != 0) {
+    of_link->failed = now_ns();
     fail(rdma, error, row[3] + offset);
     end_if_over(rdma);
     return;
@@ -157,19 +159,24 @@ uint32_t proxyccl_link_stalled(const ProxycclLink *link) {
   return stalled;
 }
 
+static int is_down(const LinkRail *rail) { return rail->failed != 0 && now_ns() - rail->failed < DOWN_NS; }
+
 /* Returns the rail for a link's next request: of the rails that have room, the one on which the link has the fewest
- * outstanding bytes or, if these are equal, the one that has carried the fewest bytes. Returns NULL if no rail has
- * room, and sets *error to the error of a rail if all rails have failed, else to 0. */
+ * outstanding bytes or, if these are equal, the one that has carried the fewest bytes. A rail on which a request of the
+ * link has failed lately is chosen only if this holds for all rails. Returns NULL if no rail has room, and sets *error
+ * to the error of a rail if all rails have failed, else to 0. */
 static Rail *choose_rail(Fabric *fabric, const ProxycclLink *link, int *error) {
   Rail *best = NULL;
   uint64_t fewest = 0;
-  uint32_t failed = 0;
+  uint32_t failed = 0, down = 0;
+  for (uint32_t i = 0; i < link->rails; ++i) down += fabric->rails[i].failed != 0 || is_down(&link->rail[i]);
   for (uint32_t i = 0; i < link->rails; ++i) {
     Rail *rail = &fabric->rails[i];
     const LinkRail *of_link = &link->rail[i];
     if (rail->failed != 0) *error = rail->failed;
     failed += rail->failed != 0;
     if (rail->failed != 0 || rail->full || rail->unused == NULL) continue;
+    if (down < link->rails && is_down(of_link)) continue;
     if (link->rails > 1 && (of_link->bytes >= WINDOW_BYTES || is_stalled(of_link))) continue;
     if (best != NULL && of_link->bytes > fewest) continue;
     if (best != NULL && of_link->bytes == fewest && rail->posted >= best->posted) continue;
@@ -183,6 +190,12 @@ static Rail *choose_rail(Fabric *fabric, const ProxycclLink *link, int *error) {
 /* Posts a request of the first waiting Rdma for which a rail has room or, if all rails of an Rdma before it have
  * failed, ends that Rdma. Returns 0 if there is no such Rdma. */
 static int advance(Fabric *fabric) {
+  int may_advance = 0; /* keeps the loop from looking at each Rdma in vain while all rails are full */
+  for (uint32_t i = 0; i < fabric->count; ++i) {
+    const Rail *rail = &fabric->rails[i];
+    may_advance |= rail->failed != 0 || (!rail->full && rail->unused != NULL);
+  }
+  if (!may_advance) return 0;
   for (Node *each = fabric->waiting.first; each != NULL; each = each->next) {
     Rdma *rdma = (Rdma *)each;
     int error = 0;
@@ -243,7 +256,10 @@ static void complete(void *owner, void *context, int error, const struct fi_cq_e
   of_link->bytes -= posted->bytes;
   of_link->moved = now_ns();
   forget(rdma->link);
-  if (error != 0) fail(rdma, error, posted->remote);
+  if (error != 0) {
+    of_link->failed = of_link->moved;
+    fail(rdma, error, posted->remote);
+  }
   end_if_over(rdma);
 }
 

@@ -217,6 +217,7 @@ typedef struct LinkRail {
   uint64_t address; /* the fi_addr_t of the peer's rail */
   uint64_t bytes;   /* bytes of the outstanding requests; each request has at least one byte */
   uint64_t moved;   /* when a request last completed, or was posted while none was outstanding (CLOCK_MONOTONIC, ns) */
+  uint64_t failed;  /* when a request last failed (CLOCK_MONOTONIC, ns); 0 if none has */
 } LinkRail;
 
 struct ProxycclLink {
