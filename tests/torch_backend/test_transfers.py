@@ -104,17 +104,21 @@ def test_first_uses_in_opposite_orders(on: Ranks) -> None:
     on.run(ranks, body)
 
 
+def torch_class_of(group: Any) -> Any:
+    """Returns the class of torch from which the group's class derives. Its calls return Works that torch wraps."""
+    return next(base for base in type(group).__mro__ if base.__module__.startswith("torch."))
+
+
 def test_a_work_that_torch_wraps_knows_when_its_call_ends(on: Ranks) -> None:
     """torch's C++ returns a Work of its own, which has the backend's Work in it."""
     may_come = threading.Event()
 
     def body(group: Any) -> None:
-        base = next(base for base in type(group).__mro__ if base.__module__.startswith("torch."))
         if group.rank() == 1:
             assert may_come.wait(60)
             irecv(group, on.tensor(1, -1.0), 0).wait()
             return
-        work = base.send(group, [on.tensor(0, 7.0)], 1, 0)
+        work = torch_class_of(group).send(group, [on.tensor(0, 7.0)], 1, 0)
         assert type(work) is dist.Work
         assert not work.is_completed()
         may_come.set()
@@ -132,13 +136,12 @@ def test_a_work_that_torch_wraps_has_the_methods_of_the_backends_work(on: Ranks)
     receives = threading.Event()
 
     def body(group: Any) -> None:
-        base = next(base for base in type(group).__mro__ if base.__module__.startswith("torch."))
         if group.rank() == 1:
             assert receives.wait(60)
             isend(group, on.tensor(1, 7.0), 0).wait()
             return
         out = on.tensor(0, -1.0)
-        work = base.recv(group, [out], 1, 0)
+        work = torch_class_of(group).recv(group, [out], 1, 0)
         receives.set()
         work.synchronize()
         assert on.holds(out, 7.0)
@@ -152,9 +155,8 @@ def test_a_work_that_torch_wraps_has_the_methods_of_the_backends_work(on: Ranks)
 
 def test_a_failed_work_that_torch_wraps_has_ended(on: Ranks) -> None:
     def body(group: Any) -> None:
-        base = next(base for base in type(group).__mro__ if base.__module__.startswith("torch."))
         if group.rank() == 0:
-            work = base.send(group, [on.tensor(0, 7.0)], 1, 0)
+            work = torch_class_of(group).send(group, [on.tensor(0, 7.0)], 1, 0)
             with pytest.raises(dist.DistBackendError):
                 work.wait()
             assert work.is_completed()
