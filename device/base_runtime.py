@@ -187,8 +187,8 @@ class LaunchDefaults(Struct, frozen=True):
     line_bytes: int
     line_blocks: int  # maximum number of blocks of a kernel that sends lines
     line_move_bytes: int  # replaces packet_move_bytes if all links carry whole lines
-    # Blocks per cluster in a kernel that sends lines and normalizes rows; a cluster handles one row at a time; 1
-    # without clusters.
+    # Maximum number of blocks per cluster in a kernel that sends lines and normalizes rows, a power of two; a cluster
+    # handles one row at a time. 1 without clusters.
     row_blocks: int
     # Maximum bytes that a schedule moves through pinned memory instead of by copy engine, which starts more slowly. 0:
     # none.

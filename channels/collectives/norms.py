@@ -307,7 +307,7 @@ class _Preparer:
         if request.algorithm is None and chosen not in ("none", "proxy", "hierarchical"):
             chosen = "one_shot" if chosen == "one_shot" or group.world_size == 2 else "two_shot_packets"
         if packets is not None and chosen in NORM_KERNELS and row_bytes % ALIGNMENT == 0:
-            shape = packets.row_shape(rows.rows, row_bytes)
+            shape = packets.row_shape(rows.rows, row_bytes, request.cta_policy)
             blocks, team = packets.of_rows(shape, rows.rows, request.cta_policy)
             return rows.launch(runtime, shape, chosen, source.ptr, options, blocks, team)
         lines = packets is not None and len(packets.scratch) > 1  # sends lines, which add squares in another order

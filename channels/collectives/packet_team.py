@@ -35,7 +35,6 @@ LINE_WARP = 32  # lanes of a warp on the targets that have lines
 _LINE_THREADS, _LINE_UNITS = 8, 15  # the values in lines.h
 ALIGNMENT = 16
 """Bytes of a unit of lines, and of the widest access."""
-_MOST_SHARED_ROWS = 8  # the most rows for which clusters share rows; for 16 rows, one block per row is as fast
 _GROUP_BYTES = 4 * 4  # four floats in shared memory for each group of a row's packets
 _MOST_SHARED_BYTES = 46 << 10  # dynamic shared memory that a block has on every target
 LINE_PACKETS = 2  # the number of packets in which a thread keeps its part of two lines
@@ -151,8 +150,11 @@ class PacketTeam:
         """Returns the launch of a call in which each rank sends `share` bytes to each other rank."""
         if len(self.scratch) == 1 or share < self._line_bytes:
             return self._packets(share)
-        blocks = self.scratch[1].blocks
-        return self._lines(share, min(blocks, self._efficient_blocks) if policy == "efficiency" else blocks)
+        return self._lines(share, self._most_blocks(policy))
+
+    def _most_blocks(self, policy: CtaPolicy) -> int:
+        blocks = self.scratch[-1].blocks
+        return min(blocks, self._efficient_blocks) if policy == "efficiency" else blocks
 
     def _packets(self, share: int) -> PacketLaunch:
         payloads = -(-share // _PAYLOAD_BYTES)
@@ -175,12 +177,14 @@ class PacketTeam:
         threads = round_up(-(-each // -(-each // self._max_threads)), LINE_WARP)
         return PacketLaunch(True, blocks, threads, scratch.parameter(units, epochs, each))
 
-    def row_shape(self, rows: int, row_bytes: int) -> RowShape:
+    def row_shape(self, rows: int, row_bytes: int, policy: CtaPolicy) -> RowShape:
         """Returns how `rows` rows of `row_bytes` bytes are divided among this team's packets and blocks. If there are
-        few rows, the blocks of a cluster share each row, so that each block has less to send and to compute.
+        blocks for it, the blocks of a cluster share each row, so that each block has less to send and to compute.
         """
         lines = len(self.scratch) > 1
-        blocks = self._defaults.row_blocks if lines and rows <= _MOST_SHARED_ROWS else 1
+        blocks = self._defaults.row_blocks if lines else 1
+        while blocks > 1 and rows * blocks > self._most_blocks(policy):
+            blocks //= 2
         return RowShape.of(self._defaults, row_bytes, self.scratch[-1], lines=lines, blocks=blocks)
 
     def of_rows(self, shape: RowShape, rows: int, policy: CtaPolicy) -> tuple[int, bytes]:
@@ -188,8 +192,7 @@ class PacketTeam:
         rows, or a part of a row.
         """
         scratch = self.scratch[-1]
-        most = min(scratch.blocks, self._efficient_blocks) if policy == "efficiency" else scratch.blocks
-        together = min(rows, most // shape.blocks)
+        together = min(rows, self._most_blocks(policy) // shape.blocks)
         return together * shape.blocks, scratch.parameter(
             shape.share, shape.epochs * -(-rows // together), shape.packets
         )

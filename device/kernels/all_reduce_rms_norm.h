@@ -100,6 +100,8 @@ PROXYCCL_ROWS_KERNEL(packets_apart, PacketForm, false, 1)
 PROXYCCL_ROWS_KERNEL(lines, LineForm, true, 1)
 PROXYCCL_ROWS_KERNEL(lines_apart, LineForm, false, 1)
 #if PROXYCCL_HAS_CLUSTERS
+PROXYCCL_ROWS_KERNEL(lines_2, LineForm, true, 2)
+PROXYCCL_ROWS_KERNEL(lines_2_apart, LineForm, false, 2)
 PROXYCCL_ROWS_KERNEL(lines_4, LineForm, true, 4)
 PROXYCCL_ROWS_KERNEL(lines_4_apart, LineForm, false, 4)
 #endif
@@ -115,6 +117,10 @@ PROXYCCL_ROWS_KERNEL(lines_4_apart, LineForm, false, 4)
 #define PROXYCCL_CLUSTER_two_shot_rms_norm_lines
 #define PROXYCCL_CLUSTER_one_shot_rms_norm_lines_apart
 #define PROXYCCL_CLUSTER_two_shot_rms_norm_lines_apart
+#define PROXYCCL_CLUSTER_one_shot_rms_norm_lines_2 __cluster_dims__(2, 1, 1)
+#define PROXYCCL_CLUSTER_two_shot_rms_norm_lines_2 __cluster_dims__(2, 1, 1)
+#define PROXYCCL_CLUSTER_one_shot_rms_norm_lines_2_apart __cluster_dims__(2, 1, 1)
+#define PROXYCCL_CLUSTER_two_shot_rms_norm_lines_2_apart __cluster_dims__(2, 1, 1)
 #define PROXYCCL_CLUSTER_one_shot_rms_norm_lines_4 __cluster_dims__(4, 1, 1)
 #define PROXYCCL_CLUSTER_two_shot_rms_norm_lines_4 __cluster_dims__(4, 1, 1)
 #define PROXYCCL_CLUSTER_one_shot_rms_norm_lines_4_apart __cluster_dims__(4, 1, 1)

@@ -217,12 +217,13 @@ def test_a_stream_of_the_callers_is_used_after_torchs(pair: Ranks) -> None:
     pair.run(body)
 
 
+@pytest.mark.host_only(reason="numpy arrays are the host runtime's")
 def test_kinds_of_arrays_alternate(pair: Ranks) -> None:
     """A call's arguments may be arrays of different libraries; its results are arrays of the tokens' library."""
 
     def body(comm: Communicator) -> None:
         sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS, comm.local_world_size, comm.world_size)
-        changes: list[Any] = [lambda x: x, lambda x: x.cpu().numpy(), torch.nn.Parameter, OfNoLibrary]
+        changes: list[Any] = [lambda x: x, lambda x: x.numpy(), torch.nn.Parameter, OfNoLibrary]
         with EPAll2AllLayer(comm, *sizes, dtype="float32", layout="rank") as layer, torch.no_grad():
             for turn, (change, wide) in enumerate(itertools.product(changes * 2, (False, True))):
                 batch = Batch(comm, Form(), turn)
@@ -284,7 +285,7 @@ def test_calls_with_lost_ranks_and_indices_change_too(pair: Ranks) -> None:
         with EPAll2AllLayer(comm, *sizes, lost_ranks=[1], layout="rank") as layer:
             for turn in range(5):
                 batch = Batch(comm, Form(), turn)
-                lost = torch.arange(batch.ids.numel()).view(batch.ids.shape) % 3 == turn % 3
+                lost = torch.arange(batch.ids.numel(), device=batch.ids.device).view(batch.ids.shape) % 3 == turn % 3
                 ids = torch.where(lost, 2 + batch.ids % 2, torch.where(batch.ids < 2, batch.ids, batch.ids + 2))
                 if turn % 2:
                     rows, _, desc = layer.dispatch(batch.given, ids if turn == 1 else ids.long())
@@ -312,7 +313,7 @@ def test_rows_lie_where_each_calls_indices_say(pair: Ranks) -> None:
                     for rank in range(2):  # rows are numbered over all ranks, and each rank's rows have a random order
                         here = slots // 2 == rank
                         first = int((slots // 2 < rank).sum())
-                        places[here] = first + torch.randperm(int(here.sum()), generator=generator)
+                        places[here] = first + torch.randperm(int(here.sum()), generator=generator).to(places.device)
                     scatter = places.int().view(-1, TOPK)
                     if halves:
                         sent = layer.dispatch_send(batch.given, batch.ids, batch.weights, scatter)

@@ -14,7 +14,9 @@ EXPERTS, TOPK, HIDDEN, MOST = 8, 3, 256, 16
 
 
 def joined(rank: int, ranks: int) -> Any:
-    """Returns `init_dist`'s group of all ranks, and restores torch's default dtype, which `init_dist` changes."""
+    """Returns `init_dist`'s group of all ranks, and restores torch's default dtype and device, which `init_dist`
+    changes.
+    """
     number, total, group = init_dist(rank, ranks, seed=7)
     assert (number, total, get_local_seed()) == (rank, ranks, 7 + rank)
     assert torch.get_default_dtype() == torch.bfloat16
@@ -22,6 +24,7 @@ def joined(rank: int, ranks: int) -> Any:
     dist_print("of all ranks")
     dist_print("of the node", once_in_node=True)
     torch.set_default_dtype(torch.float32)
+    torch.set_default_device("cpu")
     return group
 
 

@@ -206,7 +206,11 @@ def memory(device: torch.device) -> None:
 def lent(device: torch.device) -> None:
     """Checks that peers get access to torch's memory that calls use often. When torch frees this memory, the device
     must get the memory back, and the backend must not mistake new memory at the same address for the freed memory.
+
+    A driver may unmap a peer's memory only after the process's running kernels. So no rank makes a call, whose kernel
+    would wait for the other ranks, before all ranks have their memory back.
     """
+    store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
     for turn in range(3):
         nbytes, before = gather_into_lent(device, turn)
         start = time.monotonic()
@@ -215,6 +219,8 @@ def lent(device: torch.device) -> None:
             assert time.monotonic() < start + 10, "it stays occupied"
             time.sleep(0.001)
         print(f"rank {dist.get_rank()}: free again after {(time.monotonic() - start) * 1e3:.0f} ms", flush=True)
+        store.set(f"free {turn} {dist.get_rank()}", "")
+        store.wait([f"free {turn} {rank}" for rank in ranks], timedelta(seconds=20))
 
 
 def gather_into_lent(device: torch.device, turn: int) -> tuple[int, int]:
