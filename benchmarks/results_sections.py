@@ -493,10 +493,11 @@ def decoder_section(result: Result) -> Section:
     ratios = ", ".join(
         f"{number(steps[titles[0]][batch] / fastest[batch])} for a batch of {batch}" for batch in batches
     )
+    jobs = max(len(found[batches[0]]) for found in result["samples_s"].values())
+    measured = "the median of one job" if jobs == 1 else f"the lowest of the medians of up to {jobs} jobs"
     lines = [
         *origin(result),
-        f"Time of a step in ms, in {name}'s CUDA graphs: the lowest of the medians of up to "
-        f"{max(len(found[batches[0]]) for found in result['samples_s'].values())} jobs. {name} {facts[key]}, "
+        f"Time of a step in ms, in {name}'s CUDA graphs: {measured}. {name} {facts[key]}, "
         f"{facts['device']}. *norms apart*: norms are not fused with their all_reduce.",
         "",
         *table(["sequences", *titles], rows),
