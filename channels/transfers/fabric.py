@@ -1,4 +1,6 @@
-"""An agent's libfabric endpoints (rails), through which peers on other hosts read and write registered memory."""
+"""The libfabric endpoints (rails) of an agent. Peers on other hosts use the rails to read and write the agent's
+registered memory.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,8 @@ class Rails(Message, frozen=True):
 
 
 class Key(Message, frozen=True):
-    """The address of a region's first byte, and the key for each of the agent's rails, with which peers access the
-    region by libfabric.
+    """What a peer needs to access a region by libfabric: the address of the region's first byte, and one key for each
+    of the agent's rails.
     """
 
     region: Region
@@ -282,8 +284,8 @@ def choose_agent_offers(
 
 def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:
     """Opens endpoints with the options of ``PROXYCCL_FABRIC``. If `asked` is false, opens endpoints only by a libfabric
-    provider for RDMA adapters of this machine. Returns the endpoints and "", or None and the reason why libfabric can't
-    use the adapters, or None and "" if there are no adapters.
+    provider for RDMA adapters of this machine. Returns the endpoints, or None, and the reason why libfabric can't use
+    the machine's adapters. The reason is "" if libfabric uses the adapters or the machine has none.
 
     Raises:
         ArgumentError, ResourceError, RuntimeUnavailableError: `asked` is true, but no endpoint can be opened.

@@ -384,8 +384,8 @@ def _default_group() -> ProcessGroupProxyCCL | None:
 
 
 def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
-    """Makes a group for torch. There is no list of ranks for the default group, nor for groups that programs make of
-    processes outside the default group, such as a trainer and its servers. `own_options` are the program's
+    """Makes a group for torch. torch passes no list of ranks for the default group, and programs pass none for a group
+    whose processes are not all in the default group, such as a trainer and its servers. `own_options` are the program's
     `pg_options`, possibly another backend's options.
     """
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
