@@ -70,8 +70,8 @@ class Rails(Message, frozen=True):
 
 
 class Key(Message, frozen=True):
-    """What a peer needs to access a region by libfabric: the address of the region's first byte, and one key for each
-    of the agent's rails.
+    """The data that a peer needs to access a region by libfabric: the address of the region's first byte, and one key
+    for each of the agent's rails.
     """
 
     region: Region

@@ -168,27 +168,30 @@ static int is_down(const LinkRail *rail) { return rail->failed != 0 && now_ns() 
 static Rail *choose_rail(Fabric *fabric, const ProxycclLink *link, int *error) {
   Rail *best = NULL;
   uint64_t fewest = 0;
-  uint32_t failed = 0, down = 0;
-  for (uint32_t i = 0; i < link->rails; ++i) down += fabric->rails[i].failed != 0 || is_down(&link->rail[i]);
+  uint32_t failed = 0, reliable = 0;
+  for (uint32_t i = 0; i < link->rails; ++i) {
+    const Rail *rail = &fabric->rails[i];
+    if (rail->failed != 0) *error = rail->failed;
+    failed += rail->failed != 0;
+    reliable += rail->failed == 0 && !is_down(&link->rail[i]);
+  }
+  if (failed < link->rails) *error = 0;
   for (uint32_t i = 0; i < link->rails; ++i) {
     Rail *rail = &fabric->rails[i];
     const LinkRail *of_link = &link->rail[i];
-    if (rail->failed != 0) *error = rail->failed;
-    failed += rail->failed != 0;
     if (rail->failed != 0 || rail->full || rail->unused == NULL) continue;
-    if (down < link->rails && is_down(of_link)) continue;
+    if (reliable > 0 && is_down(of_link)) continue;
     if (link->rails > 1 && (of_link->bytes >= WINDOW_BYTES || is_stalled(of_link))) continue;
     if (best != NULL && of_link->bytes > fewest) continue;
     if (best != NULL && of_link->bytes == fewest && rail->posted >= best->posted) continue;
     best = rail;
     fewest = of_link->bytes;
   }
-  if (failed < link->rails) *error = 0;
   return best;
 }
 
-/* Posts a request of the first waiting Rdma for which a rail has room or, if all rails of an Rdma before it have
- * failed, ends that Rdma. Returns 0 if there is no such Rdma. */
+/* Handles the first waiting Rdma that need not wait longer: posts one of its requests if a rail has room, or ends the
+ * Rdma if all of its rails have failed. Returns 0 if every waiting Rdma must wait longer. */
 static int advance(Fabric *fabric) {
   int may_advance = 0; /* keeps the loop from looking at each Rdma in vain while all rails are full */
   for (uint32_t i = 0; i < fabric->count; ++i) {

@@ -8,21 +8,20 @@ whose work runs when it is queued, so no two calls without an order may run at t
 from __future__ import annotations
 
 import ctypes
-import time
 from typing import Any
 
 import pytest
 
 from proxyccl import Communicator
 from support.devices import RUNTIME
-from support.running import run_ranks, wait_for
+from support.running import run_ranks
 
 if RUNTIME != "hip":
     pytest.skip("captures have stand-ins on the HIP runtime: make test-hip", allow_module_level=True)
 
 from proxyccl.device.gpu.hip_bindings import library
 from support.fakes.captures import are_there
-from support.stream_words import wait_value
+from support.stream_words import check_order, wait_value
 
 pytestmark = [pytest.mark.hip, pytest.mark.skipif(not are_there(), reason="HIP's library is not the stand-in")]
 
@@ -75,16 +74,7 @@ def test_the_last_call_waits_for_the_first_if_both_are_in_one_capture_or_in_none
             stream = streams[letter]
             library().hipOnHostCapture(ctypes.c_void_p(stream.handle), int(capture))
             call(stream.handle if by_number else stream)
-        last = runtime.create_event()
-        last.record(stream)
-        try:
-            if ordered:
-                time.sleep(0.2)
-                assert not last.query()
-            else:
-                wait_for(last.query, "the last call")
-        finally:
-            ctypes.c_uint64.from_address(word.ptr).value = 1
+        check_order(runtime, word.ptr, stream, ordered=ordered)
         comm.synchronize()
 
     run_ranks(2, body)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,7 +23,7 @@ from proxyccl.device.gpu.stream_order import StreamOrder  # noqa: E402
 from proxyccl.torch._device_calls import ADDED_BETWEEN  # noqa: E402
 from support.fakes import torch_on_hip  # noqa: E402
 from support.running import wait_for  # noqa: E402
-from support.stream_words import wait_value  # noqa: E402
+from support.stream_words import check_order, wait_value  # noqa: E402
 from support.torch_groups import TIMEOUT, options, run  # noqa: E402
 
 RANKS = 2
@@ -278,16 +277,7 @@ def test_exchanges_wait_for_each_other_only_within_a_capture_or_outside_captures
             with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle, x.device)):
                 exchange()
             library().hipOnHostCapture(ctypes.c_void_p(stream.handle), 0)
-        last = runtime.create_event()
-        last.record(streams[-1])
-        try:
-            if ordered:
-                time.sleep(0.2)
-                assert not last.query()
-            else:
-                wait_for(last.query, "the exchange of the second capture")
-        finally:
-            ctypes.c_uint64.from_address(word.ptr).value = 1
+        check_order(runtime, word.ptr, streams[-1], ordered=ordered)
         for stream in streams:
             stream.synchronize()
 
@@ -472,7 +462,7 @@ def test_in_a_capture_the_future_of_several_calls_joins_their_streams(monkeypatc
         tensors = [torch_on_hip.on_gpu(torch.ones(size), group.rank()) for size in (8, 12)]
         all_reduce(group, tensors[0])
         torch_on_hip.on_cpu(tensors[0])
-        word, other, last = runtime.allocate_pinned(8), runtime.create_stream(), runtime.create_event()
+        word, other = runtime.allocate_pinned(8), runtime.create_stream()
         wait_value(runtime, word.ptr, 1, torch.cuda.current_stream(tensors[0].device).cuda_stream)
         group.start_coalescing()
         for tensor in tensors:
@@ -480,11 +470,7 @@ def test_in_a_capture_the_future_of_several_calls_joins_their_streams(monkeypatc
         work = group.end_coalescing()
         with torch.cuda.stream(torch.cuda.ExternalStream(other.handle, tensors[0].device)):
             future = work.get_future()
-            last.record(other)
-        time.sleep(0.2)
-        ended = last.query()
-        ctypes.c_uint64.from_address(word.ptr).value = 1
-        assert not ended
+        check_order(runtime, word.ptr, other, ordered=True)
         assert [tensor.numel() for tensor in future.wait()] == [8, 12]
         torch_on_hip.on_cpu(tensors[0])
 
