@@ -306,7 +306,9 @@ class Launches:
         if stream is None and self._on_host and self._last == self._default_handle:
             return self._default_handle
         if type(stream) in _NUMBERS and stream == self._last and closed_stream(self._last_stream_owner) is None:
-            return int(stream)
+            handle = int(stream)
+            if not self._runtime.capture_of(handle):
+                return handle
         return self._next_stream(stream)
 
     def _turn(self, stream: StreamLike) -> int:
@@ -326,9 +328,8 @@ class Launches:
         named = identify_stream(self._runtime, handle)
         closed = closed_stream(self._last_stream_owner)
         capture = self._runtime.capture_of(handle)
-        # For a call on the same stream as the call before it, C does not query whether a capture records the stream. So
-        # if no launch of this capture is known, the capture's latest launch may have been on `_last`.
-        last, owner = self._captured.get(capture, (None if closed else self._last, None))
+        # The stream of the latest launch of the same capture, or else outside captures.
+        last, owner = self._captured.get(capture, (None, None)) if capture else (self._last, self._last_stream_owner)
         if closed_stream(owner) is not None:
             last = None
         if last is not None and last != named:

@@ -31,7 +31,7 @@ typedef struct Calls {
   int direct;       /* 1 if C may issue a call on `stream` without calling `turn` */
   uintptr_t stream; /* the stream of the latest call */
   int on_host;
-  const ProxycclStreamOrder* order; /* the functions that order streams; NULL: `turn` orders streams */
+  const ProxycclStreamOrder* order; /* the functions that order streams; NULL on the host */
   uintptr_t event, thread_stream;
   Reach reach;
   KeptForms forms;
@@ -64,10 +64,10 @@ static int turn_to(Calls* self, PyObject* stream, uintptr_t* handle) {
     PyErr_Clear(); /* `turn` raises the proper error */
     return call_turn(self, stream, handle);
   }
-  if (self->on_host || !self->direct) return call_turn(self, stream, handle);
+  if (self->on_host || !self->direct || *handle == self->thread_stream) return call_turn(self, stream, handle);
+  if (proxyccl_stream_capture(self->order, *handle) != 0) return call_turn(self, stream, handle);
   if (self->stream == *handle) return 0;
-  if (self->order != NULL && *handle != self->thread_stream && proxyccl_stream_capture(self->order, *handle) == 0 &&
-      proxyccl_stream_follow(self->order, self->event, self->stream, *handle, 1) == 0) {
+  if (proxyccl_stream_follow(self->order, self->event, self->stream, *handle, 1) == 0) {
     self->stream = *handle;
     return 0;
   }

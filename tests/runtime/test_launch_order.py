@@ -36,6 +36,8 @@ pytestmark = [pytest.mark.hip, pytest.mark.skipif(not are_there(), reason="HIP's
         ("a1 b1", True),
         ("a1 b2 c1", True),
         ("a1 b0 c1", True),
+        ("c1 a0 b1", True),
+        ("a1 c0 c1", True),
         ("a1 b2", False),
         ("a1 b0", False),
         ("a0 b1", False),
@@ -54,6 +56,7 @@ def test_the_last_call_waits_for_the_first_if_both_are_in_one_capture_or_in_none
         streams = {letter: runtime.create_stream() for letter in "abc"}
 
         def call(stream: Any) -> None:
+            stream = stream.handle if by_number else stream
             if kind == "all_reduce":
                 comm.all_reduce(x, stream=stream)
             else:
@@ -65,7 +68,7 @@ def test_the_last_call_waits_for_the_first_if_both_are_in_one_capture_or_in_none
             call(stream)
         comm.synchronize()
         word = runtime.allocate_pinned(8)
-        wait_value(runtime, word.ptr, 1, streams["a"])
+        wait_value(runtime, word.ptr, 1, streams[calls[0]])
         for letter, capture in (call.ljust(2) for call in f"{calls} .".split()):
             if letter == ".":
                 for each in streams.values():
@@ -73,7 +76,7 @@ def test_the_last_call_waits_for_the_first_if_both_are_in_one_capture_or_in_none
                 continue
             stream = streams[letter]
             library().hipOnHostCapture(ctypes.c_void_p(stream.handle), int(capture))
-            call(stream.handle if by_number else stream)
+            call(stream)
         check_order(runtime, word.ptr, stream, ordered=ordered)
         comm.synchronize()
 
