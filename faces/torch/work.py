@@ -192,7 +192,7 @@ class HostWork(_KeptWork):
             done = self._done.is_set()
             if not done:
                 self._callbacks.start()  # starts the thread now, so that a failed start raises an error here
-            completed = torch.futures.Future()
+            completed = torch._C.Future([])
             # torch's C++ sees a future's error only if `then` has raised it.
             self._future = completed.then(self._future_value)
             if not done:
@@ -294,7 +294,8 @@ class DeviceWork(_KeptWork):
         with _futures:
             if call.future is not None:
                 return call.future
-            completed = torch.futures.Future(devices=[call.gpu.owner.device])
+            # torch's own backends return this type too; its subclass torch.futures.Future takes twice as long to make.
+            completed = torch._C.Future([call.gpu.owner.device])
             issued = self._note(completed)
             if issued and call.error is None:
                 call.future = completed
@@ -423,7 +424,7 @@ class JointWork(_KeptWork):
 
     def _make_future(self) -> Any:
         """Returns a future of all results. During its callbacks, the current streams wait for the calls."""
-        ended = torch.futures.Future(devices=sorted(self._gpus(), key=str))
+        ended = torch._C.Future(sorted(self._gpus(), key=str))
         if self._gpus() and torch.cuda.is_current_stream_capturing():
             self.wait()  # torch would call `then`'s function on a stream that only a wait for the future joins
             ended.set_result(self.result())

@@ -153,14 +153,7 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_subclass(torch.Tensor)
 
 
-class _Future(torch.futures.Future):
-    """A future for tensors of the fake GPUs, because torch for CPUs lacks futures of GPUs."""
-
-    def __init__(self, *, devices: Any = None) -> None:
-        super().__init__()
-
-    def __class_getitem__(cls, _: Any) -> type[_Future]:
-        return cls
+_future = torch._C.Future
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,8 +175,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in names.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(torch.futures, "Future", _Future)
     in_c = {
+        "Future": lambda _: _future([]),  # torch for CPUs lacks futures of GPUs
         "_cuda_getCurrentRawStream": lambda index: _current_stream(torch.device("cuda", index)).cuda_stream,
         "_cuda_getCurrentStream": lambda index: (_current_stream(torch.device("cuda", index)).stream_id, index, 1),
         "_cuda_setStream": _set_stream,
