@@ -321,6 +321,9 @@ class Connecting(Struct):
             except (ConnectionError, TimeoutError):
                 self._failures.append("there is no such agent in this network namespace")
                 return None
+            except OSError as error:  # too many connections wait, or a policy forbids the connection
+                self._failures.append(f"its Unix socket: {error.strerror}")
+                return None
             undo.pop_all()
         return local
 

@@ -151,12 +151,14 @@ static int copy(ProxycclTransfer *transfer) {
   next_piece(self, &piece);
   if (*rest == 0) drop_rest(self);
   ++transfer->copying;
+  ++agent->copying;
   self->staged[stage] = 1;
   pthread_mutex_unlock(&agent->lock);
   const int error =
       self->staging != NULL ? copy_staged(self, stage, &piece) : copy_piece(&piece, transfer->writes, self->pid);
   pthread_mutex_lock(&agent->lock);
   --transfer->copying;
+  if (--agent->copying == 0 && agent->stopped) pthread_cond_broadcast(&agent->changed);
   self->staged[stage] = 0;
   if (self->staging != NULL) { /* wakes threads that wait for a free stage */
     pthread_cond_broadcast(&agent->changed);

@@ -96,6 +96,9 @@ static ssize_t take_out(ProxycclLink *link, const struct iovec *blocks, uint64_t
 static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
   if (!link->serves) {
     if (frame->kind != FRAME_ANSWER || link->unanswered == 0) return -1;
+    /* The newest frame can't be answered before all its data is sent: its request would end, and the caller might then
+     * reuse the memory from which the link still sends. */
+    if (link->unanswered == 1 && link->out.request != NULL && link->out.left > 0) return -1;
     if (frame->count != 0) return frame->bytes < FRAME_BLOCKS ? 0 : -1;
     return frame->bytes == link->awaited[link->oldest % WINDOW].bytes ? 0 : -1;
   }
@@ -320,8 +323,8 @@ static size_t take_data(ProxycclLink *link) {
   const struct iovec *blocks = in->blocks;
   uint64_t count = in->count;
   if (!link->serves) {
-    const Request *request = link->awaited[link->oldest % WINDOW].request;
-    const int wanted = request != NULL && request->refusal == 0;
+    Request *request = link->awaited[link->oldest % WINDOW].request;
+    const int wanted = request != NULL && request->refusal == 0 && request->stands(request);
     blocks = wanted ? request->local : NULL;
     count = wanted ? request->count : 0;
   } else {

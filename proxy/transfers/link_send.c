@@ -211,6 +211,14 @@ static void spoil_answer(Sending *out, uint32_t error, uint64_t block) {
   out->left = out->tail_left = 0;
 }
 
+/* Drops the frame of a refused request if no byte of the frame has been sent. */
+static void drop_unsent(ProxycclLink *link, Request *request) {
+  if (link->out.sent > 0) return;
+  link_end_sending(link);
+  --link->unanswered;
+  if (--request->unanswered == 0) request_end(request);
+}
+
 /* Handles data that the kernel could not read: replaces the rest of the frame's data by zeros, or drops the frame if no
  * byte has been sent. */
 static void spoil(ProxycclLink *link) {
@@ -224,10 +232,18 @@ static void spoil(ProxycclLink *link) {
     return;
   }
   request_refuse(link, request, block, unread);
-  if (out->sent > 0) return;
-  link_end_sending(link);
-  --link->unanswered;
-  if (--request->unanswered == 0) request_end(request);
+  drop_unsent(link, request);
+}
+
+/* Stops sending a WRITE whose data is no longer registered: replaces the rest of the frame's data by zeros, or drops
+ * the frame if no byte has been sent. */
+static void withdraw(ProxycclLink *link) {
+  Request *request = link->out.request;
+  uint64_t unused;
+  copy_rest(link, 0, &unused);
+  if (link->lost != NULL) return;
+  queue_remove(&link->requests, request);
+  drop_unsent(link, request);
 }
 
 /* After a change of the registered ranges, checks again the blocks of the answer that is being sent. */
@@ -264,6 +280,10 @@ void link_send(ProxycclLink *link) {
     if (!has_more(out) && !begin_frame(link)) break;
     if (out->left > 0 && out->answer != NULL && out->stage == NULL && out->memory != link->agent->memory) {
       check_sending(link);
+      continue;
+    }
+    if (out->left > 0 && out->request != NULL && !out->request->stands(out->request)) {
+      withdraw(link);
       continue;
     }
     uint32_t count = 0;

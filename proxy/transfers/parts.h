@@ -29,8 +29,7 @@ enum {
   SHORTEST_PAUSE_NS = 20000, /* the agent's thread pauses at least this long between two polls */
   ROW = 4,                   /* words of a libfabric request that are the same for all rails: see Rdma */
   FED = 2,                   /* most answers of one link that use stages at the same time */
-  AHEAD_BYTES = 64 << 10,    /* most bytes that are read ahead from a socket */
-  UNGREETED = 64             /* most accepted links on which no greeting has arrived */
+  AHEAD_BYTES = 64 << 10     /* most bytes that are read ahead from a socket */
 };
 
 /* A device or network adapter that does not stop within this time is assumed to hang. */
@@ -150,6 +149,8 @@ typedef struct Request {
   ProxycclFault fault;  /* the fault that the refusal reports */
   const Origin *origin; /* the local memory that the peer reads or writes by libfabric; NULL if frames carry the data */
   void (*ended)(struct Request *self); /* called after the last answer, or when the link is lost */
+  int (*stands)(struct Request *self); /* returns 1 if all registrations of the local memory are valid; otherwise sets
+                                          `refusal` and `fault`, and returns 0 */
 } Request;
 
 /* A frame that the peer has not answered. */
@@ -327,8 +328,9 @@ struct ProxycclAgent {
   int copied; /* whether peers may copy from and to this process */
   int losses; /* an eventfd to signal when links are lost */
   ProxycclLink *links;
-  Queue copies;    /* transfers that threads copy piece by piece, in turn */
-  Queue looked_at; /* transfers to poll in turn: a device advances them, or a stream starts them */
+  Queue copies;     /* transfers that threads copy piece by piece, in turn */
+  uint32_t copying; /* number of pieces that threads are copying */
+  Queue looked_at;  /* transfers to poll in turn: a device advances them, or a stream starts them */
   Buffer inbox;
   uint64_t unread;          /* atomic: a copy of inbox.used, for readers without the lock */
   ProxycclTransferLog *log; /* the records of transfers; NULL if none are recorded */
@@ -472,6 +474,8 @@ void transfer_answered(Request *request);
 /* Returns 1 if all registrations in the transfer's `guards` are valid. If one is invalid, sets the transfer's `fault`
  * to the first invalid registration, and returns 0. */
 int transfer_stands(ProxycclTransfer *transfer);
+/* Implements `stands` of a request. */
+int transfer_stands_here(Request *request);
 void transfer_end_deregistered(ProxycclTransfer *transfer); /* ends a transfer after transfer_stands has returned 0 */
 void transfer_watch(ProxycclTransfer *transfer);            /* makes the thread poll the transfer */
 int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns); /* see proxyccl_transfer_cancel */

@@ -5,6 +5,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
@@ -12,10 +13,26 @@
 #include "clock.h"
 #include "parts.h"
 
-enum { EVENTS = 32, REST_MS = 1, SLACK_NS = 1000 };
+enum {
+  EVENTS = 32,
+  REST_MS = 1,
+  SLACK_NS = 1000,
+  FEWEST_UNGREETED = 64,
+  MOST_UNGREETED = 1024 /* the listeners' backlog */
+};
 
-/* Accepts one connection as a link. If UNGREETED accepted peers have not sent their greeting yet, first closes the
- * oldest of their links, so that silent peers can't use up the process's descriptors. */
+/* Returns the most accepted links that may wait for their greetings at the same time. Many peers may connect at once,
+ * and a greeting arrives a round trip after its connection, so this is up to a quarter of the process's descriptors. */
+static uint32_t most_ungreeted(void) {
+  struct rlimit descriptors;
+  if (getrlimit(RLIMIT_NOFILE, &descriptors) != 0) return FEWEST_UNGREETED;
+  const rlim_t share = descriptors.rlim_cur / 4;
+  if (share < FEWEST_UNGREETED) return FEWEST_UNGREETED;
+  return share < MOST_UNGREETED ? (uint32_t)share : MOST_UNGREETED;
+}
+
+/* Accepts one connection as a link. If most_ungreeted() accepted peers have not sent their greeting yet, first closes
+ * the oldest of their links, so that silent peers can't use up the process's descriptors. */
 static void accept_link(ProxycclAgent *agent, int listener) {
   int socket = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
   if (socket < 0 && (errno == EMFILE || errno == ENFILE)) { /* drops the connection, so that epoll reports it once */
@@ -37,7 +54,7 @@ static void accept_link(ProxycclAgent *agent, int listener) {
     oldest = link;
     ++ungreeted;
   }
-  if (ungreeted >= UNGREETED) link_lose(oldest, "the peer sent no greeting in time");
+  if (ungreeted >= most_ungreeted()) link_lose(oldest, "the peer sent no greeting in time");
   link_new(agent, socket, -1, 1); /* closes the socket if out of memory */
 }
 
@@ -218,6 +235,9 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
   fabric_stop(agent); /* before the next line, because staged transfers wait for the end of their requests there */
   while (agent->looked_at.first != NULL) transfer_cancel((ProxycclTransfer *)agent->looked_at.first, 0);
   stages_finish(agent);
+  /* Waits for threads of the program that are copying a piece. */
+  const struct timespec deadline = agent_deadline(LONGEST_CANCEL_NS);
+  while (agent->copying > 0 && pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) == 0) {}
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) --link->references;
   agent->log = NULL; /* stops recording, because the log's memory is freed with the agent's handle */
   reap(agent);

@@ -29,14 +29,21 @@ static int find_ended(ProxycclTransfer *transfer, int remote, uint64_t now) {
   return 0;
 }
 
-int transfer_stands(ProxycclTransfer *transfer) {
-  for (int remote = 0; remote < 2; ++remote) {
-    const Guard *guard = &transfer->guards[remote];
-    if (guard->ledger == NULL) continue;
-    const uint64_t now = proxyccl_ledger_count(guard->ledger);
-    if (now != guard->seen && find_ended(transfer, remote, now)) return 0;
-  }
-  return 1;
+static int side_stands(ProxycclTransfer *transfer, int remote) {
+  const Guard *guard = &transfer->guards[remote];
+  if (guard->ledger == NULL) return 1;
+  const uint64_t now = proxyccl_ledger_count(guard->ledger);
+  return now == guard->seen || !find_ended(transfer, remote, now);
+}
+
+int transfer_stands(ProxycclTransfer *transfer) { return side_stands(transfer, 0) && side_stands(transfer, 1); }
+
+int transfer_stands_here(Request *request) {
+  const ProxycclFault *fault = &request->transfer->fault;
+  if (side_stands(request->transfer, 0)) return 1;
+  request->refusal = fault->kind == PROXYCCL_FAULT_ENDED_HERE ? EACCES : EPERM;
+  request->fault = *fault;
+  return 0;
 }
 
 void transfer_end_deregistered(ProxycclTransfer *transfer) {
@@ -120,7 +127,7 @@ void transfer_answered(Request *request) {
   ProxycclFault *fault = &transfer->fault;
   *fault = request->fault;
   if (request->refusal == EACCES) {
-    fault->kind = PROXYCCL_FAULT_DEREGISTERED;
+    if (fault->kind != PROXYCCL_FAULT_ENDED_HERE) fault->kind = PROXYCCL_FAULT_DEREGISTERED;
     transfer_end(transfer, PROXYCCL_TRANSFER_REFUSED);
   } else if (request->refusal != 0 || request->asks) {
     if (request->refusal == EFAULT) fault->kind = PROXYCCL_FAULT_FREED;
@@ -143,7 +150,7 @@ ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link, size_t 
   transfer->path = path;
   transfer->agent = agent;
   transfer->link = link;
-  transfer->request = (Request){.transfer = transfer, .ended = transfer_answered};
+  transfer->request = (Request){.transfer = transfer, .ended = transfer_answered, .stands = transfer_stands_here};
   pthread_mutex_lock(&agent->lock);
   ++agent->references;
   if (link != NULL) ++link->references;

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import itertools
 import mmap
 import os
 import signal
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -127,6 +129,39 @@ def mapped() -> Iterator[Mapped]:
     made = Mapped(MAPPED_BYTES)
     yield made
     made.free()
+
+
+class LateMemory:
+    """Host memory whose pages appear only when `appear` is called: until then, all threads that access it wait. Skips
+    the test where this process may not use userfaultfd.
+
+    Attributes:
+        address, nbytes: the first address, and the size in bytes.
+    """
+
+    _API, _REGISTER, _ZEROPAGE, _CALL = 0xC018AA3F, 0xC020AA00, 0xC020AA04, 323
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._file = ctypes.CDLL(None).syscall(self._CALL, os.O_CLOEXEC)
+        if self._file < 0:
+            pytest.skip("this process may not use userfaultfd")
+        fcntl.ioctl(self._file, self._API, bytearray(struct.pack("QQQ", 0xAA, 0, 0)))
+        self._memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        fcntl.ioctl(self._file, self._REGISTER, bytearray(struct.pack("QQQQ", self.address, nbytes, 1, 0)))
+
+    def wait_for_access(self) -> None:
+        """Waits until a thread accesses the memory."""
+        os.read(self._file, 32)
+
+    def appear(self) -> None:
+        """Makes the memory appear, full of zeros."""
+        fcntl.ioctl(self._file, self._ZEROPAGE, bytearray(struct.pack("QQQQ", self.address, self.nbytes, 0, 0)))
+
+    def close(self) -> None:
+        """Lets all threads go on."""
+        os.close(self._file)
 
 
 class Child:

@@ -28,7 +28,7 @@ from proxyccl.transfer import (
     UnknownAgentError,
     strided,
 )
-from support.agents import PATHS, Pair, force_path
+from support.agents import PATHS, LateMemory, Pair, force_path
 
 pytestmark = [
     pytest.mark.host_only("agents move the host's memory, whatever the runtime"),
@@ -290,6 +290,26 @@ def test_a_second_close_returns_when_the_first_has_ended(pair: Pair, monkeypatch
     returned.set()
     first.join()
     assert was_early == [False]
+
+
+@pytest.mark.parametrize("path", ["process_vm", "self"])
+def test_close_returns_only_when_no_thread_copies(pair: Pair, path: str) -> None:
+    with contextlib.closing(LateMemory(pair.theirs.nbytes)) as late:
+        region = pair.a.register((late.address, late.nbytes))
+        ours = pair.a.register(pair.theirs) if path == "self" else pair.their_region
+        force_path(pair.a, path)
+        transfer = pair.a.prepare("read", "a" if path == "self" else "b", [(region.address, ours.address, late.nbytes)])
+        starting = threading.Thread(target=transfer.start)
+        starting.start()
+        late.wait_for_access()
+        closed = threading.Event()
+        closing = threading.Thread(target=lambda: (pair.a.close(), closed.set()))
+        closing.start()
+        was_early = closed.wait(0.5)
+        late.appear()
+        starting.join()
+        closing.join()
+        assert not was_early
 
 
 def test_an_agent_that_joins_later_under_the_same_name(pair: Pair) -> None:

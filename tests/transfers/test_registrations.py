@@ -28,6 +28,7 @@ from proxyccl.transfer import (
     NameTakenError,
     NotRegisteredError,
     Region,
+    State,
     UnknownAgentError,
     shared_empty,
 )
@@ -165,6 +166,30 @@ def test_local_memory_that_was_deregistered(pair: Pair, path: str) -> None:
     assert not pair.ours.any()
     np.testing.assert_array_equal(pair.theirs, before)
     assert not pair.b.messages()
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("path", ["unix", "tcp"])
+def test_local_memory_that_is_deregistered_during_a_transfer(path: str, operation: str) -> None:
+    pair = Pair(64 << 20)
+    force_path(pair.a, path)
+    pair.ours[:], pair.theirs[:] = 1, 2
+    for _ in range(50):
+        transfer = pair.a.prepare(operation, "b", pair.whole()).start()
+        pair.a.deregister(pair.our_region)
+        if transfer.state is not State.DONE:
+            break
+        pair.a.register(pair.ours)  # the transfer ended before its memory was deregistered
+    pair.ours[:] = 3  # from now on, the program uses the memory for something else
+    with pytest.raises(NotRegisteredError, match=f"this agent has deregistered .* {pair.our_region.address:#x}"):
+        transfer.wait()
+    assert (pair.ours == 3).all()
+    assert not (pair.theirs == 3).any()
+    small = np.zeros(10, np.uint8)
+    region = pair.a.register(small)
+    pair.a.read("b", [(region.address, pair.their_region.address, 10)]).wait()  # the link goes on
+    np.testing.assert_array_equal(small, pair.theirs[:10])
+    pair.close()
 
 
 def test_memory_that_is_deregistered_while_a_transfer_is_prepared(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

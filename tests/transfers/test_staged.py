@@ -158,6 +158,18 @@ def test_memory_that_was_deregistered(hosts: TwoHosts, operation: str) -> None:
     np.testing.assert_array_equal(hosts.contents("device", 0), hosts.contents("device", 1))
 
 
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_local_memory_that_is_deregistered_during_a_transfer(hosts: TwoHosts, operation: str) -> None:
+    for _ in range(50):
+        transfer = hosts.whole(operation, ("device", "device")).start()
+        hosts.a.deregister(hosts.regions["device"][0])
+        if transfer.state is not State.DONE:
+            break
+        hosts.a.register(hosts.arrays[0])  # the transfer ended before its memory was deregistered
+    with pytest.raises(NotRegisteredError, match="this agent has deregistered its memory at 0x"):
+        transfer.wait()
+
+
 @pytest.mark.parametrize("how", ["mapped", "reached"])
 def test_within_a_host_a_socket_serves_where_memory_cannot_be(
     hosts: TwoHosts, monkeypatch: pytest.MonkeyPatch, how: str

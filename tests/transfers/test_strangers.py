@@ -5,17 +5,21 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from proxyccl.channels.transfers.metadata import METADATA
 from proxyccl.channels.transfers.paths import unix_address
-from proxyccl.transfer import Agent
-from support.agents import Mapped
+from proxyccl.channels.transfers.regions import Region, columns_of
+from proxyccl.transfer import Agent, DisconnectedError
+from support.agents import Mapped, force_path
 
 FRAME = struct.Struct("<IIQ")
 HELLO, MESSAGE, WRITE, READ, ANSWER, PERMIT, CHECK, ADDRESS = range(1, 9)
@@ -167,13 +171,83 @@ def test_frames_in_single_bytes(target: Target) -> None:
     assert target.memory[:3].tobytes() == b"abc"
 
 
-def test_strangers_that_stay_silent_hold_few_descriptors(target: Target) -> None:
+def test_an_answer_that_precedes_the_data_ends_the_link(target: Target) -> None:
+    data = np.ones(512 << 10, np.uint8)
+    remote = Region(target.region.address, len(data))
+    with socket.socket() as listener, Agent("a", listen=()) as agent:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)  # keeps the sender's buffer small too
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        place = replace(target.place, addresses=[listener.getsockname()], host="another host")
+        described = METADATA.decode(target.agent.metadata(), "an agent")
+        columns = columns_of([remote], [1])
+        agent.add(METADATA.encode(replace(described, place=place, rows=columns.tobytes(), labels=[])))
+        force_path(agent, "tcp")
+        region = agent.register(data)
+        accepted: list[socket.socket] = []
+
+        def accept() -> None:
+            accepted.append(listener.accept()[0])
+            accepted[0].sendall(target.token)
+
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        write = agent.write("b", [(region.address, remote.address, len(data))])
+        accepting.join()
+        with accepted[0] as peer:
+            exactly(peer, FRAME.size + 17)  # the greeting
+            assert exactly(peer, FRAME.size + 16)[: FRAME.size] == FRAME.pack(WRITE, 1, len(data))
+            peer.sendall(FRAME.pack(ANSWER, 0, 0))
+            with pytest.raises(DisconnectedError, match="the peer sent an invalid frame"):
+                write.wait()
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[int]:
+    """Limits the descriptors of this process, and returns the limit."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = 4 * len(os.listdir("/proc/self/fd")) + 800
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    yield limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_strangers_that_stay_silent_hold_few_descriptors(few_descriptors: int, target: Target) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    silent = [target.link() for _ in range(100)]
+    most = few_descriptors // 4
+    silent = [target.link() for _ in range(most + 36)]
     with target.greeted() as connection:
         connection.sendall(FRAME.pack(MESSAGE, 0, 2) + b"hi")
         target.agent.wait_for_message(60)  # when the message arrives, the agent has accepted all connections
         assert ends(silent[0])
-        assert len(os.listdir("/proc/self/fd")) - before <= 100 + 64 + 2
+        assert len(os.listdir("/proc/self/fd")) - before <= len(silent) + most + 2
     for each in silent:
         each.close()
+
+
+def test_many_peers_connect_at_the_same_time(target: Target) -> None:
+    peers = [socket.create_connection(target.place.addresses[0], 60) for _ in range(200)]
+    for each in peers:  # a peer sends its greeting after it has received the token
+        assert exactly(each, len(target.token)) == target.token
+    for each in peers:
+        each.sendall(FRAME.pack(HELLO, VERSION, 17) + target.place.secret + b"s" + FRAME.pack(MESSAGE, 0, 2) + b"hi")
+    arrived = 0
+    while arrived < len(peers):
+        target.agent.wait_for_message(10)
+        arrived += len(target.agent.messages())
+    for each in peers:
+        each.close()
+
+
+def test_an_agent_that_accepts_no_connections_is_named(target: Target) -> None:
+    token = os.urandom(16)
+    with socket.socket(socket.AF_UNIX) as full, socket.socket(socket.AF_UNIX) as waiting, Agent("a") as agent:
+        full.bind(unix_address(token))
+        full.listen(0)
+        waiting.connect(unix_address(token))
+        described = METADATA.decode(target.agent.metadata(), "an agent")
+        place = replace(target.place, addresses=[])
+        agent.add(METADATA.encode(replace(described, token=token, place=place)))
+        with pytest.raises(DisconnectedError, match=r"agent b can't be reached: its Unix socket: .* unavailable"):
+            agent.connect("b")
