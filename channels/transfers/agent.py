@@ -492,6 +492,7 @@ class Agent:
         """Finds a transfer's blocks in a grant. `local` is the kind of the local memory. Raises the errors of `prepare`
         for `grant`.
         """
+        rows = rows.copy()  # the caller may change its array before the checks that follow the transfer
         ledger = self._ledger if known is None else known.ledger
         if isinstance(grant, bytes | bytearray | memoryview):
             message = GRANT.decode(bytes(grant), "an agent")

@@ -192,7 +192,7 @@ class Found(Struct, frozen=True, eq=False):
     Attributes:
         owner: the name of the grant's agent.
         writes: whether the transfer is a write.
-        rows: the transfer's blocks, as the caller has passed them.
+        rows: a copy of the transfer's blocks, as the caller has passed them.
         numbers: for each of the rows, the number of its granted block.
         grant: the number of the grant's first block.
         deadline: an array of one number, which is the end of the lease in ns of this host's CLOCK_MONOTONIC; 0 without

@@ -398,6 +398,22 @@ def test_a_read_whose_data_differs_from_the_checksums_names_the_blocks(sides: Si
 
 
 @pytest.mark.parametrize("sides", ["process_vm"], indirect=True)
+def test_a_caller_may_change_its_array_of_blocks_during_a_read(sides: Sides) -> None:
+    grant = sides.grant(checksums=True)
+    rows = np.array(sides.rows(1), np.uint64)
+    read = sides.reader.prepare("read", "owner", rows, grant=grant.encoded).start()
+    rows[:] = sides.rows(2)
+    read.wait()
+    assert (sides.target[NBYTES : 2 * NBYTES] == sides.memory[NBYTES : 2 * NBYTES]).all()
+    sides.memory[0] ^= 1
+    rows[:] = sides.rows(0)
+    read = sides.reader.prepare("read", "owner", rows, grant=grant.encoded).start()
+    rows[:] = sides.rows(1)
+    with pytest.raises(CorruptReadError, match=f"the first is block 0 at {sides.address(0):#x}"):
+        read.wait()
+
+
+@pytest.mark.parametrize("sides", ["process_vm"], indirect=True)
 def test_checksums_are_of_whole_blocks_of_host_memory(sides: Sides) -> None:
     grant = sides.grant(checksums=True)
     parts = np.array(sides.rows(0, 1))
