@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -15,6 +16,7 @@ from proxyccl.channels.transfers.ledger import Ledger
 from proxyccl.channels.transfers.metadata import Metadata, Place
 from proxyccl.channels.transfers.regions import Region, Regions
 from proxyccl.channels.transfers.transfer import Transfer, has_ended
+from proxyccl.device.errors import ClosedError
 
 if TYPE_CHECKING:
     from proxyccl.channels.transfers.paths import Link
@@ -37,17 +39,17 @@ class Peer:
         self.reached = Reached()
         self.keys = Keys(0 if place.fabric is None else len(place.fabric.addresses))
         self._lock = threading.Lock()
-        self._to_close: weakref.WeakSet[Transfer] = weakref.WeakSet()
+        self._to_cancel: weakref.WeakSet[Transfer] = weakref.WeakSet()
 
     def keep(self, transfer: Transfer) -> Transfer:
-        """Records a transfer, so that it is closed before the peer's memory is unmapped. Returns the transfer."""
+        """Records a transfer, so that it is canceled before the peer's memory is unmapped. Returns the transfer."""
         with self._lock:
-            self._to_close.add(transfer)
+            self._to_cancel.add(transfer)
         return transfer
 
     def _kept(self) -> list[Transfer]:
         with self._lock:
-            return list(self._to_close)
+            return list(self._to_cancel)
 
     def know(self, message: Metadata) -> None:
         """Adds the regions of metadata, with their shares and keys. Removes the shares and keys of known regions that
@@ -94,17 +96,19 @@ class Peer:
             self.reached.close()
 
     def leave(self) -> None:
-        """Closes the link and all transfers, and then unmaps the peer's memory.
+        """Closes the link, cancels all transfers, and then unmaps the peer's memory. The transfers access no memory
+        afterwards, even if they are started again, because their link is lost.
 
         Raises:
-            ActiveError: libfabric has not completed all requests of a transfer. All other transfers have been closed.
+            ActiveError: libfabric has not completed all requests of a transfer. All other transfers have been canceled.
         """
         if self.link is not None:
             self.link.end()
         active = None
         for transfer in self._kept():
             try:
-                transfer.close()
+                with contextlib.suppress(ClosedError):
+                    transfer.cancel()
             except ActiveError as error:
                 active = error
         self.reached.close()

@@ -14,7 +14,7 @@ from proxyccl.channels.transfers import host_memory
 from proxyccl.channels.transfers.regions import Region
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.memory.shared_memory import find_range
-from proxyccl.transfer import Agent, DisconnectedError, NotRegisteredError, shared_empty, strided
+from proxyccl.transfer import Agent, DisconnectedError, NotRegisteredError, State, shared_empty, strided
 from support.agents import Child, child, force_path, metadata_of
 
 NBYTES = 4 << 20
@@ -183,3 +183,17 @@ def test_an_array() -> None:
             agent.deregister(region)
     with pytest.raises(ArgumentError):
         shared_empty(0)
+
+
+def test_a_transfer_of_a_removed_agent_is_lost() -> None:
+    memory, ours = shared_empty(NBYTES), np.zeros(NBYTES, np.uint8)
+    with Agent("a", listen=()) as a, Agent("b", listen=()) as b:
+        far, near = b.register(memory), a.register(ours)
+        a.add(b.metadata())
+        transfer = a.read("b", [(near.address, far.address, NBYTES)])
+        assert transfer.path.name == "shared_memory"
+        transfer.wait()
+        a.remove("b")
+        with pytest.raises(DisconnectedError, match="agent b: the peer was removed"):
+            transfer.start().wait()
+        assert transfer.state is State.LOST
