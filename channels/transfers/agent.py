@@ -348,8 +348,8 @@ class Agent:
     def deregister(self, *regions: Region) -> None:
         """Ends the registration of all of the regions or, if one isn't registered, of none. After `deregister` returns,
         no transfer through a socket of this agent accesses the regions, and peers on this host start no more copies of
-        the regions. After `deregister`, a peer's CPU may still finish copying a piece of at most 1 MiB, and a peer's
-        device may finish copies that are queued.
+        the regions. After `deregister`, a peer's CPU may still finish copying a piece of at most 1 MiB, a device may
+        finish copies that are queued, and libfabric may finish requests that it has accepted.
 
         Raises:
             NotRegisteredError: a region is not registered.

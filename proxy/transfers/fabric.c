@@ -191,7 +191,8 @@ static Rail *choose_rail(Fabric *fabric, const ProxycclLink *link, int *error) {
 }
 
 /* Handles the first waiting Rdma that need not wait longer: posts one of its requests if a rail has room, or ends the
- * Rdma if all of its rails have failed. Returns 0 if every waiting Rdma must wait longer. */
+ * Rdma if all of its rails have failed or its memory is no longer registered. Returns 0 if every waiting Rdma must
+ * wait longer. */
 static int advance(Fabric *fabric) {
   int may_advance = 0; /* keeps the loop from looking at each Rdma in vain while all rails are full */
   for (uint32_t i = 0; i < fabric->count; ++i) {
@@ -201,6 +202,11 @@ static int advance(Fabric *fabric) {
   if (!may_advance) return 0;
   for (Node *each = fabric->waiting.first; each != NULL; each = each->next) {
     Rdma *rdma = (Rdma *)each;
+    if (rdma->request != NULL && !rdma->request->stands(rdma->request)) {
+      rdma_drop(rdma);
+      end_if_over(rdma);
+      return 1;
+    }
     int error = 0;
     Rail *rail = choose_rail(fabric, rdma->link, &error);
     if (rail == NULL && error == 0) continue;

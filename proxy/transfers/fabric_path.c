@@ -16,6 +16,8 @@ static void ended(Rdma *rdma) {
     pthread_cond_broadcast(&transfer->agent->changed); /* the canceling thread ends the transfer */
   } else if (rdma->canceled) {
     transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
+  } else if (transfer->request.refusal != 0) {
+    transfer_answered(&transfer->request);
   } else if (transfer->error == 0) {
     transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
   } else if (transfer->abandoned || transfer->fault.address == 0) {
@@ -27,6 +29,7 @@ static void ended(Rdma *rdma) {
 
 static void begin(ProxycclTransfer *transfer, const uint64_t *stream) {
   (void)stream;
+  transfer->request.refusal = 0;
   rdma_start(&((FabricTransfer *)transfer)->rdma, transfer->bytes);
 }
 
@@ -53,6 +56,6 @@ ProxycclTransfer *proxyccl_transfer_create_by_fabric(ProxycclAgent *agent, Proxy
   self->base.writes = writes;
   self->base.blocks = count;
   for (uint64_t i = 0; i < count; ++i) self->base.bytes += rows[row_words(link) * i + 2];
-  self->rdma = (Rdma){.link = link, .writes = writes, .rows = rows, .ended = ended};
+  self->rdma = (Rdma){.link = link, .writes = writes, .rows = rows, .request = &self->base.request, .ended = ended};
   return &self->base;
 }

@@ -61,13 +61,14 @@ typedef struct Rdma {
   Node node; /* element of the list of Rdmas with requests to post */
   ProxycclLink *link;
   int writes;
-  const uint64_t *rows;             /* see proxyccl_transfer_create_by_fabric */
-  Position at;                      /* start of the data for which no request is posted yet */
-  uint64_t left;                    /* bytes of the data for which no request is posted yet */
-  uint64_t unanswered;              /* number of posted requests without a completion */
-  int error;                        /* the error of the first request that failed */
-  uint64_t fault;                   /* the address in the peer that this request accessed; 0 if the rail has failed */
-  int canceled;                     /* whether the agent stopped before the requests were complete */
+  const uint64_t *rows;    /* see proxyccl_transfer_create_by_fabric */
+  Position at;             /* start of the data for which no request is posted yet */
+  uint64_t left;           /* bytes of the data for which no request is posted yet */
+  uint64_t unanswered;     /* number of posted requests without a completion */
+  int error;               /* the error of the first request that failed */
+  uint64_t fault;          /* the address in the peer that this request accessed; 0 if the rail has failed */
+  int canceled;            /* whether the agent stopped before the requests were complete */
+  struct Request *request; /* the transfer's request, whose `stands` is called before each post; NULL: a stage */
   void (*ended)(struct Rdma *self); /* called when the last request has completed; may free `self` */
 } Rdma;
 

@@ -275,7 +275,8 @@ ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, Proxy
 /* Sets the registrations of a transfer's remote blocks if `remote` is 1, else of its local blocks: `count` rows of
  * (registration number, block address), and the ledger with these numbers. Rows and ledger must outlive the transfer.
  * After one of these registrations has ended, the transfer does not begin, and the CPU or the kernel copies no further
- * piece. After a registration of a local block has ended, the link's socket moves no further data of the transfer. */
+ * piece. After a registration of a local block has ended, the link's socket moves no further data of the transfer, and
+ * libfabric gets no further requests. */
 void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const ProxycclLedger *ledger, const uint64_t *rows,
                              uint64_t count);
 /* The grant of a transfer's remote blocks. The ledger, the numbers, the deadline and the place must outlive the

@@ -102,6 +102,23 @@ def test_blocks_arrive_where_they_belong(agents: OnFabric, operation: str) -> No
         pass
 
 
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_local_memory_that_is_deregistered_during_a_transfer(agents: OnFabric, operation: str) -> None:
+    memory = np.zeros(64 << 20, np.uint8)
+    theirs = agents.b.register(np.zeros_like(memory))
+    agents.a.add(agents.b.metadata())
+    for _ in range(50):
+        ours = agents.a.register(memory)
+        transfer = agents.a.prepare(operation, "b", [(ours.address, theirs.address, memory.nbytes)]).start()
+        agents.a.deregister(ours)
+        if transfer.state is not State.DONE:  # otherwise the transfer ended before its memory was deregistered
+            break
+    with pytest.raises(NotRegisteredError, match="this agent has deregistered its memory at 0x"):
+        transfer.wait()
+    agents.a.read("b", [(agents.near.address, agents.far.address, NBYTES)]).wait()
+    np.testing.assert_array_equal(agents.ours, agents.theirs)
+
+
 def test_regions_that_follow_each_other_keep_their_keys(agents: OnFabric) -> None:
     both = np.arange(2 * 4096, dtype=np.uint64).astype(np.uint8)
     address = both.ctypes.data
