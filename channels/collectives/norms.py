@@ -30,6 +30,8 @@ from proxyccl.device.runtime import Runtime, StreamLike
 FLOAT8 = "float8_e4m3fn"
 _DTYPES = ("bfloat16", "float16")
 _OUTPUTS = ("out", "residual_out", "scales")
+_JOINED = ("one_shot", "two_shot_packets", "two_shot")
+"""The algorithms of all_reduce that add in the order of the ranks, as the kernels that also normalize do."""
 _MOST_NUMBER = 3e38
 _MOST_WIDTH = 1 << 18
 """The longest row: a block's shared memory has four numbers for each group of a row's packets."""
@@ -186,7 +188,9 @@ class NormCalls:
         by_row = isinstance(quantize, str)
         if by_row and quantize != "float8":
             raise ArgumentError("quantize", f"must be None, 'float8' or an array of one float32, not {quantize!r}")
-        if weight is None and (quantize is not None or out is not None or weight_bias):
+        epsilon = _as_float32("eps", eps, 0)
+        bias = _as_float32("weight_bias", weight_bias, -_MOST_NUMBER)
+        if weight is None and (quantize is not None or out is not None or bias):
             raise ArgumentError(
                 "weight", "expected an array, because `out`, `quantize` and `weight_bias` need normed rows"
             )
@@ -207,8 +211,6 @@ class NormCalls:
         prepare = collectives.preparing.get(NormCalls)
         if prepare is None:
             prepare = collectives.preparing.setdefault(NormCalls, _Preparer(collectives))
-        epsilon = _as_float32("eps", eps, 0)
-        bias = _as_float32("weight_bias", weight_bias, -_MOST_NUMBER) if weight_bias else 0.0
         options = tuple(_Options(prepare, algorithm, cta_policy, epsilon, bias, (*inputs,), (*outputs,)))
         issue(collectives, (*inputs.values(),), (*outputs.values(),), options, stream, names=((*inputs,), (*outputs,)))
         return NormedRows(outputs.get("out"), outputs["residual_out"], outputs.get("scales"))
@@ -232,7 +234,7 @@ def _kinds(x: ArrayView, kept: tuple[int, ...], *, quantizes: bool) -> dict[str,
 def _as_float32(name: str, given: Any, least: float) -> float:
     try:
         value = math.nan if isinstance(given, (bool, str)) else float(given)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not least <= value <= _MOST_NUMBER:
         bound = "" if least < 0 else f"from {least} on "
@@ -304,7 +306,7 @@ class _Preparer:
         chosen = "none"
         if not (alone or rows.divided):
             chosen = collectives.choose("all_reduce", request, dtype, source.nbytes)
-        if request.algorithm is None and chosen not in ("none", "proxy", "hierarchical"):
+        if request.algorithm is None and chosen in _JOINED:
             chosen = "one_shot" if chosen == "one_shot" or group.world_size == 2 else "two_shot_packets"
         if packets is not None and chosen in NORM_KERNELS and row_bytes % ALIGNMENT == 0:
             shape = packets.row_shape(rows.rows, row_bytes, request.cta_policy)

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, Communicator, MismatchError
+from proxyccl.channels.collectives.selection import SizeTable
 from support.cases.reference import numpy_dtype
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import ON_HOST, runtime_with_blocks, runtime_with_lines, world_sizes
@@ -112,6 +113,22 @@ def test_results_may_take_the_place_of_rows_and_residual(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.parametrize("algorithm", ["two_shot", "ring", "recursive_doubling"])
+def test_sums_have_the_bits_of_all_reduce_with_any_table(algorithm: str) -> None:
+    """The values of ranks 1 and 2 almost cancel, so that a sum's bits depend on the order of additions."""
+
+    def body(comm: Communicator) -> None:
+        comm.collectives.selector = comm.collectives.selector.with_table("all_reduce", SizeTable((), algorithm))
+        x = values(comm.rank, (64, 64), "float16") + 2000 * (comm.rank == 1) - 2000 * (comm.rank == 2)
+        given = on_device(comm, x.astype(np.float16))
+        plain = comm.all_reduce(given, out=on_device(comm, np.zeros_like(x)))
+        sums = comm.all_reduce_rms_norm(given, None, None, EPS).residual
+        barrier(comm)
+        assert on_host(sums).tobytes() == on_host(plain).tobytes()
+
+    run_ranks(world_sizes(1, 2, 4)[-1], body, make_runtime=runtime_with_blocks)
+
+
 def test_a_residual_and_a_weight_may_be_missing(ranks: Ranks) -> None:
     shape = (4, 72)
 
@@ -140,7 +157,7 @@ def test_a_bias_is_added_to_the_weights(ranks: Ranks) -> None:
                 got = comm.all_reduce_rms_norm(x, residual, weight, EPS, weight_bias=bias, algorithm=algorithm)
                 barrier(comm)
                 require_normed(on_host(got.out), on_host(got.residual), on_host(weight).astype(np.float32) + bias)
-        for bad in ("one", float("nan"), 1e39, [1]):
+        for bad in ("one", float("nan"), 1e39, [1], 10**400, np.zeros(2), None, "", False):
             with pytest.raises(ArgumentError, match="weight_bias: must be a number that a float32 can hold"):
                 comm.all_reduce_rms_norm(x, residual, weight, EPS, weight_bias=bad)
 
@@ -333,6 +350,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"weight_bias": True}, "weight_bias: must be a number that a float32 can hold, not True"),
     ({"eps": -1.0}, "eps: must be a number from 0 on that a float32 can hold, not -1.0"),
     ({"eps": 1e39}, "eps: must be a number from 0 on that a float32 can hold, not 1e+39"),
+    ({"eps": 10**400}, "eps: must be a number from 0 on that a float32 can hold, not 1000"),
     ({"x": 3}, "x: "),
 ]
 
