@@ -85,7 +85,7 @@ def _all_reduce_rms_norm(
     Raises the errors of `Communicator.all_reduce_rms_norm`, and ArgumentError for a tensor that requires a gradient
     while torch records gradients.
     """
-    _refuse_gradients(x, residual, weight, scale)
+    _refuse_gradients(x=x, residual=residual, weight=weight, out=out, scales=scales, scale=scale)
     if out is None and weight is not None:
         raise ArgumentError("out", "expected a tensor, because the rows are normed by `weight`")
     group = torch._C._distributed_c10d._resolve_process_group(group_name)
@@ -112,9 +112,9 @@ def _all_reduce_rms_norm(
     _backend_of(group, x.device).calls.collective("all_reduce_rms_norm", made, given, options, call)
 
 
-def _refuse_gradients(*tensors: torch.Tensor | None) -> None:
+def _refuse_gradients(**tensors: torch.Tensor | None) -> None:
     if torch.is_grad_enabled():
-        for name, each in zip(("x", "residual", "weight", "scale"), tensors, strict=True):
+        for name, each in tensors.items():
             if each is not None and each.requires_grad:
                 raise ArgumentError(name, "requires a gradient, which the operator lacks; expected torch.no_grad()")
 
@@ -125,4 +125,5 @@ _library.impl("all_reduce_rms_norm", _all_reduce_rms_norm, "CompositeExplicitAut
 @torch.library.register_fake("proxyccl::all_reduce_rms_norm", lib=_library)
 def _fake(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, *_: Any, **options: Any) -> None:
     """Returns None, because the operator only writes to its arguments."""
-    _refuse_gradients(x, residual, weight, options.get("scale"))
+    named = {name: options.get(name) for name in ("out", "scales", "scale")}
+    _refuse_gradients(x=x, residual=residual, weight=weight, **named)

@@ -150,6 +150,19 @@ def test_gradients_are_refused(argument: int, compiled: bool) -> None:
     run(body, 1)
 
 
+@pytest.mark.parametrize("argument", ["out", "scales", "scale"])
+def test_gradients_of_named_arguments_are_refused(argument: str) -> None:
+    def body(group: Any) -> None:
+        x, number = rows(0), 1 if argument == "scale" else len(rows(0))
+        normed = torch.empty_like(x) if argument == "out" else torch.empty_like(x, dtype=torch.float8_e4m3fn)
+        given = {"out": normed} if argument == "out" else {"out": normed, argument: torch.ones(number, 1)}
+        given[argument].requires_grad_()
+        with pytest.raises(ArgumentError, match=f"{argument}: requires a gradient"):
+            torch.ops.proxyccl.all_reduce_rms_norm(x, rows(1), rows(100)[0], EPS, named(group), **given)
+
+    run(body, 1)
+
+
 def test_the_fake_operator_agrees_with_the_real_one() -> None:
     def body(group: Any) -> None:
         x, residual, weight = rows(0), rows(1), rows(2)[0]
