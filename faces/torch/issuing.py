@@ -215,14 +215,19 @@ class IssuedCalls:
             raise_as_torch(error)
 
     def barrier(self, device: torch.device, opts: Any) -> Any:
-        """Waits until all ranks have called this function; for a GPU, makes the current stream wait."""
+        """Waits until all ranks have called this function; for a GPU, makes the current stream wait.
+
+        A barrier on the CPU first waits for earlier work on the GPUs that the group has used, as NCCL's barrier does,
+        because torch names a GPU only if the program has passed `device_ids`.
+        """
         made = None if device.index is None else self._in_c.get(device.index)
         if made is not None and not profiler._is_profiler_enabled:
             with torch_errors():
                 work = made.barriers.issue((), (), opts, None, made.named["barrier"])
             if work is not NotImplemented:
                 return work
-        return self.collective("barrier", (), (), opts, on_tensors.barrier, device, device=device, blocks=True)
+        marks = self.gpus.marks() if device == CPU else []
+        return self.collective("barrier", (), (), opts, on_tensors.barrier, device, marks, device=device, blocks=True)
 
     def _make_issuer(
         self,

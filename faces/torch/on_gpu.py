@@ -23,7 +23,7 @@ from proxyccl.device.gpu.streams import GpuStream
 from proxyccl.device.process.threads import Thread
 from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import open_driver, open_runtime
-from proxyccl.torch._device_calls import Gpu
+from proxyccl.torch._device_calls import Gpu, StreamMark
 
 _logger = logging.getLogger("proxyccl.torch")
 _lock = threading.Lock()
@@ -171,6 +171,17 @@ class GroupOnGpus:
             if (device, flow) not in self._streams:
                 self._streams[device, flow] = take_stream(device)
             return self._streams[device, flow]
+
+    def marks(self) -> list[StreamMark]:
+        """Marks the current stream and the group's own stream on each GPU, unless a graph captures one of the two."""
+        with self._lock:
+            gpus = [(gpu, (gpu.current(), gpu.own)) for gpu in self._made.values()]
+        return [
+            gpu.in_c.mark(stream)
+            for gpu, streams in gpus
+            if not any(map(gpu.order.is_capturing, streams))
+            for stream in streams
+        ]
 
     def close(self) -> None:
         """Gives the streams back for use by other groups."""

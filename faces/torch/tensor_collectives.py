@@ -6,6 +6,7 @@ Tensors need not be contiguous.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from proxyccl.channels.communicator import Communicator
 from proxyccl.device.arrays.dtypes import reduction_dtypes
 from proxyccl.device.arrays.libraries import require_tensor_memory
+from proxyccl.torch._device_calls import StreamMark
 from proxyccl.torch_tensors.flat import flat_view
 from torch.distributed import ReduceOp
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -21,6 +23,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 Tensors = Sequence[torch.Tensor]
 Transfers = tuple[str, Any, Any]
 """The options of a call that consists of transfers, as `FlowCalls.call` (_calls.pyi) takes them."""
+_POLL_SECONDS = 2e-4
+"""How long a barrier sleeps between queries of a GPU."""
 
 # -- tensors as flat, contiguous memory, and back ---
 
@@ -339,6 +343,15 @@ def all_gather_lists(comm: Communicator, outputs: Tensors, x: torch.Tensor, opti
     exchange(comm, x, tuple(outputs), options)
 
 
-def barrier(comm: Communicator, device: torch.device) -> None:
-    """Waits until all ranks have called this function; for a GPU, makes the current stream wait."""
+def barrier(comm: Communicator, device: torch.device, marks: Sequence[StreamMark]) -> None:
+    """Waits until all ranks have called this function; for a GPU, makes the current stream wait. The host first waits
+    until GPUs have passed the marks. If this takes longer than the communicator's time-out, aborts the communicator.
+    """
+    deadline = time.monotonic() + comm.timeout
+    for mark in marks:
+        while not mark.query():
+            comm.group.failure.check()
+            if time.monotonic() > deadline:
+                comm.abort(f"a GPU did not complete the work before a barrier within {comm.timeout:g} s")
+            time.sleep(_POLL_SECONDS)
     comm.barrier(stream=None if device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device.index))

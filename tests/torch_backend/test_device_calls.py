@@ -197,6 +197,34 @@ def test_a_barrier_that_c_issues_is_waited_for_on_the_host() -> None:
     on_gpus(body)
 
 
+@pytest.mark.parametrize("waits", [True, False], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("in_time", [True, False], ids=["in time", "too late"])
+def test_a_barrier_on_the_cpu_waits_for_earlier_work_on_the_groups_gpu(in_time: bool, waits: bool) -> None:
+    """torch names a GPU only if the program passes device_ids, and NCCL's barrier always waits for the GPU."""
+
+    def body(group: Any) -> None:
+        runtime, device = communicator(group).runtime, torch.device("cuda", group.rank())
+        all_reduce(group, torch_on_hip.on_gpu(torch.ones(8), group.rank()))
+        stream = torch.cuda.current_stream(device)
+        stream.synchronize()
+        word = runtime.allocate_pinned(8)
+        value = ctypes.c_uint64.from_address(word.ptr)
+        wait_value(runtime, word.ptr, 1, stream.cuda_stream)
+        earlier = stream.record_event()
+        if in_time:
+            end = threading.Timer(0.3, setattr, (value, "value", 1))
+            end.start()
+            group.barrier(options("Barrier", waits=waits)).wait()
+            assert earlier.query()
+            end.join()
+        else:
+            with pytest.raises(dist.DistBackendError, match="did not complete the work before a barrier within"):
+                group.barrier(options("Barrier", waits=waits, timeout=timedelta(seconds=0.3))).wait()
+            value.value = 1
+
+    on_gpus(body)
+
+
 def test_the_host_does_not_wait_for_a_captured_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured barrier runs in the graph, so the host can't query it. test_on_gpus.py captures a barrier on a GPU."""
 
