@@ -6,7 +6,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from proxyccl.torch.to_self import ToSelf
 
 LINGER_SECONDS = 2.0
 """How long a process that exits waits for the last kernels of peers, which may still store to this rank's memory."""
+_NO_SENDS = "no-sends-"
 _Key = tuple[str, int | None, int | None]
 
 
@@ -73,6 +74,9 @@ class Endpoints:
         runtimes: the runtimes of this rank's GPUs. If None, the runtimes of `whole` are shared; if `whole` is also
             None, new runtimes are opened.
         settings: passed to `Communicator`.
+
+    Attributes:
+        aborted: whether `abort` was called.
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class Endpoints:
         self._meetings: Counter[str] = Counter()  # by communicator's name: attempts that did not time out
         self._made: dict[_Key, Communicator] = {}
         self._checks: tuple[Callable[[], None], ...] = ()  # failure checks of the communicators that were made
-        self._closed = self._aborted = False
+        self._closed = self.aborted = False
         self._to_self = ToSelf(rank, self._require_open)
 
     @property
@@ -216,7 +220,7 @@ class Endpoints:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the process group was shut down")
-        if self._aborted:
+        if self.aborted:
             raise AbortedError("the process group was aborted")
 
     def _connect(self, device: torch.device, peer: int | None, seconds: float) -> Communicator:
@@ -353,6 +357,17 @@ class Endpoints:
                 return True
         return False
 
+    def announce_no_sends(self) -> None:
+        """Announces that this rank will send nothing more. If the store can't be reached, does nothing."""
+        with suppress(dist.DistError):
+            self.store.set(f"{_NO_SENDS}{self._rank}", b"")
+
+    def sends_nothing(self, peer: int) -> bool:
+        """Returns whether a peer has announced that it will send nothing more."""
+        with suppress(dist.DistError):
+            return bool(self.store.check([f"{_NO_SENDS}{peer}"]))
+        return False
+
     def end_calls(self, peer: int | None, reason: str) -> None:
         """Ends calls with a peer by aborting the communicators with the peer or, if `peer` is None, of all ranks."""
         with self._lock:
@@ -370,7 +385,7 @@ class Endpoints:
         """Ends the communicators on all ranks. Threads of this process that wait for a peer to make a communicator
         raise AbortedError. Does not wait.
         """
-        self._aborted = True
+        self.aborted = True
         for comm in self.made:
             comm.abort(reason)
 

@@ -154,20 +154,28 @@ class GroupThreads:
         """Returns the thread that `of` would return, or None if that thread was not made yet."""
         return self._made.get((device, of))
 
-    def await_calls(self, deadline: float) -> None:
+    def await_calls(self, deadline: float, *, leaves: bool = False) -> None:
         """Waits until `deadline` for the calls that are queued in the group's threads. If a call needs a rank that has
-        left, aborts the call after LINGER_SECONDS without progress.
+        left, aborts the call after LINGER_SECONDS without progress. `leaves` is set if this rank makes no further
+        calls. Two such ranks would wait for each other's sends, so each announces when it waits only for receives.
         """
+        announced = False
         in_vain: dict[Any, tuple[int, float]] = {}  # by thread whose peer has left: (ended calls, deadline)
         while self._endpoints.failed is None:
             busy = {key: executor for key, executor in self._all.items() if not executor.is_idle}
             now = time.monotonic()
             if not busy or now > deadline or any(executor.runs_here for executor in busy.values()):
                 return
+            if leaves and not announced and all(isinstance(of, tuple) and not of[1] for _, of in busy):
+                self._endpoints.announce_no_sends()
+                announced = True
             for key, executor in busy.items():
                 _, of = key
                 peer = of[0] if isinstance(of, tuple) else None
-                if isinstance(of, int) or peer == self._rank or not self._endpoints.has_left(peer):
+                if isinstance(of, int) or peer == self._rank:
+                    continue
+                sends_nothing = announced and peer is not None and self._endpoints.sends_nothing(peer)
+                if not sends_nothing and not self._endpoints.has_left(peer):
                     continue
                 ended, until = in_vain.get(key, (-1, 0.0))
                 if ended != executor.ended:  # the peer made these calls before it left

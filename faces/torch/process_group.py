@@ -353,7 +353,7 @@ class ProcessGroupProxyCCL(Collectives, *_bases):  # type: ignore[misc]  # the b
         """
         if not self.calls.process.is_here:
             return
-        self.calls.threads.await_calls(time.monotonic() + self._timeout.total_seconds())
+        self.calls.threads.await_calls(time.monotonic() + self._timeout.total_seconds(), leaves=True)
         if self.endpoints.failed is not None:  # the watchdog may not have noticed the failure yet
             flight_recorder.write_failure()
         self.endpoints.end_meetings()
@@ -383,6 +383,18 @@ def _default_group() -> ProcessGroupProxyCCL | None:
     return next((each for each in of_devices if isinstance(each, ProcessGroupProxyCCL)), None)
 
 
+def _end_aborted() -> None:
+    """Shuts down the aborted groups that torch no longer knows: torch's `_abort_process_group` calls no `shutdown`, and
+    these groups would keep their memory, threads and store.
+    """
+    aborted = [group for group in list(flight_recorder.groups) if group.endpoints.aborted]
+    if aborted:
+        known = {of._get_backend(device) for of in dist.distributed_c10d._world.pg_map for device in of._device_types}
+        for group in aborted:
+            if group not in known:
+                group.shutdown()
+
+
 def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
     """Makes a group for torch. torch passes no list of ranks for the default group, and programs pass none for a group
     whose processes are not all in the default group, such as a trainer and its servers. `own_options` are the program's
@@ -391,6 +403,7 @@ def _create(options: Any, own_options: Any) -> ProcessGroupProxyCCL:
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     if not IS_BACKEND:
         _await_other_backends(store, rank, size, timeout)
+    _end_aborted()
     members = list(options.global_ranks_in_group)
     whole = _default_group() if members else None
     settings = getattr(own_options, "settings", Settings())
@@ -422,6 +435,20 @@ def _split_group(
         if not device_types:
             return None
     return _split_in_torch(group, ranks, timeout, opts, group_name, group_desc, device_types)
+
+
+_gather_single_in_torch: Any = getattr(dist.ProcessGroup, "gather_single", None)  # exists from torch 2.15 on
+
+
+def _gather_single(group: dist.ProcessGroup, output: torch.Tensor, x: torch.Tensor, opts: Any) -> Any:
+    """Gathers the ranks' tensors in one tensor of the root, as torch does. torch's C++ does not pass this call to a
+    backend in Python, so for this library's backend, the call is a `gather` of parts of `output`.
+    """
+    if not isinstance(group._get_backend(x.device), ProcessGroupProxyCCL):
+        return _gather_single_in_torch(group, output, x, opts)
+    is_root = group.rank() == opts.rootRank
+    parts = [list(output.detach().view(group.size(), x.numel()))] if is_root else []
+    return group.gather(parts, [x], opts)
 
 
 def _unused_part(store: Any, rank: int) -> dist.PrefixStore:
@@ -458,4 +485,5 @@ def register() -> None:
     if NAME not in dist.Backend.backend_list:
         if IS_BACKEND:
             dist.ProcessGroup.split_group = _split_group
+            dist.ProcessGroup.gather_single = _gather_single
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -64,5 +64,5 @@ def _forward(name: str) -> None:
     setattr(dist.Work, name, method)
 
 
-for _name in ("is_completed", "is_success", "exception", "result", "source_rank", "synchronize"):
+for _name in ("is_completed", "is_success", "exception", "result", "source_rank", "_source_rank", "synchronize"):
     _forward(_name)

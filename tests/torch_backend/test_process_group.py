@@ -263,6 +263,24 @@ def test_gather_scatter_and_reduce_have_a_root() -> None:
     run(body)
 
 
+@pytest.mark.skipif(not process_group.IS_BACKEND, reason="torch before 2.15 has no gather_single")
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (), (0,)], ids=str)
+def test_torch_gathers_in_one_tensor(shape: tuple[int, ...]) -> None:
+    process_group.register()
+
+    def body(group: Any) -> None:
+        wrapper, rank, root = torch_group(group), group.rank(), 1
+        x, opts = torch.full(shape, float(rank)), options("Gather", rootRank=root)
+        out = torch.zeros(RANKS, *shape) if rank == root else torch.empty(0)
+        wrapper.gather_single(out, x, opts).wait()
+        if rank == root:
+            assert torch.equal(out, torch.stack([torch.full(shape, float(peer)) for peer in range(RANKS)]))
+        with pytest.raises(RuntimeError, match="is invalid for input of size"):
+            wrapper.gather_single(torch.zeros(RANKS * 4 + 1), x, options("Gather", rootRank=rank))
+
+    run(body)
+
+
 def test_all_to_all_single_with_splits() -> None:
     def body(group: Any) -> None:
         rank = group.rank()
@@ -570,6 +588,23 @@ def test_groups_are_made_again_over_one_store() -> None:
 
     for _ in range(2):
         run(body, store=store)
+
+
+def test_an_aborted_group_is_shut_down_when_torch_makes_the_next() -> None:
+    process_group.register()
+    aborted = []
+    for _ in range(2):
+        dist.init_process_group("proxyccl", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            dist.all_reduce(torch.ones(1))
+            group = process_group._default_group()
+            assert group in flight_recorder.groups
+            assert not any(each in flight_recorder.groups for each in aborted)
+            aborted.append(group)
+        finally:
+            dist.distributed_c10d._abort_process_group()
+    for each in aborted:
+        each.shutdown()
 
 
 def test_groups_that_were_shut_down_let_go_of_their_store() -> None:

@@ -147,7 +147,7 @@ def test_a_work_that_torch_wraps_has_the_methods_of_the_backends_work(on: Ranks)
         assert on.holds(out, 7.0)
         assert work.is_success()
         assert work.exception() is None
-        assert work.source_rank() == 1
+        assert work.source_rank() == work._source_rank() == 1
         assert work.result()[0].data_ptr() == out.data_ptr()
 
     on.run(2, body)
@@ -484,6 +484,16 @@ def test_a_shutdown_does_not_wait_for_a_rank_that_has_left(
             work.wait(timedelta(seconds=50))
 
     on.run(2, body)
+
+
+def test_ranks_that_both_wait_for_a_receive_are_shut_down_soon() -> None:
+    begin = time.monotonic()
+
+    def body(group: Any) -> None:
+        group.recv([torch.zeros(2)], 1 - group.rank())
+
+    run(body, 2, timeout=timedelta(seconds=20))
+    assert time.monotonic() - begin < 10
 
 
 def test_an_abort_and_a_shutdown_end_the_wait_for_a_first_peer(on: Ranks) -> None:
