@@ -190,9 +190,8 @@ static Rail *choose_rail(Fabric *fabric, const ProxycclLink *link, int *error) {
   return best;
 }
 
-/* Handles the first waiting Rdma that need not wait longer: posts one of its requests if a rail has room, or ends the
- * Rdma if all of its rails have failed or its memory is no longer registered. Returns 0 if every waiting Rdma must
- * wait longer. */
+/* Handles the first waiting Rdma that can go on. If a rail has room, posts one of the Rdma's requests. If all of its
+ * rails have failed, or a registration of its local memory has ended, ends the Rdma. Returns 0 if no Rdma can go on. */
 static int advance(Fabric *fabric) {
   int may_advance = 0; /* keeps the loop from looking at each Rdma in vain while all rails are full */
   for (uint32_t i = 0; i < fabric->count; ++i) {
@@ -202,7 +201,7 @@ static int advance(Fabric *fabric) {
   if (!may_advance) return 0;
   for (Node *each = fabric->waiting.first; each != NULL; each = each->next) {
     Rdma *rdma = (Rdma *)each;
-    if (rdma->request != NULL && !rdma->request->stands(rdma->request)) {
+    if (rdma->request != NULL && !request_stands(rdma->request)) {
       rdma_drop(rdma);
       end_if_over(rdma);
       return 1;

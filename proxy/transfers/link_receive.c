@@ -324,7 +324,7 @@ static size_t take_data(ProxycclLink *link) {
   uint64_t count = in->count;
   if (!link->serves) {
     Request *request = link->awaited[link->oldest % WINDOW].request;
-    const int wanted = request != NULL && request->refusal == 0 && request->stands(request);
+    const int wanted = request != NULL && request->refusal == 0 && request_stands(request);
     blocks = wanted ? request->local : NULL;
     count = wanted ? request->count : 0;
   } else {

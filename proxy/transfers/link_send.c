@@ -235,8 +235,8 @@ static void spoil(ProxycclLink *link) {
   drop_unsent(link, request);
 }
 
-/* Stops sending a WRITE whose data is no longer registered: replaces the rest of the frame's data by zeros, or drops
- * the frame if no byte has been sent. */
+/* Ends the sending of a WRITE after a registration of its memory has ended. If a part of the frame was sent, replaces
+ * the rest of its data by zeros; otherwise drops the frame. */
 static void withdraw(ProxycclLink *link) {
   Request *request = link->out.request;
   uint64_t unused;
@@ -282,7 +282,7 @@ void link_send(ProxycclLink *link) {
       check_sending(link);
       continue;
     }
-    if (out->left > 0 && out->request != NULL && !out->request->stands(out->request)) {
+    if (out->left > 0 && out->request != NULL && !request_stands(out->request)) {
       withdraw(link);
       continue;
     }

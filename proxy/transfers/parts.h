@@ -61,14 +61,14 @@ typedef struct Rdma {
   Node node; /* element of the list of Rdmas with requests to post */
   ProxycclLink *link;
   int writes;
-  const uint64_t *rows;    /* see proxyccl_transfer_create_by_fabric */
-  Position at;             /* start of the data for which no request is posted yet */
-  uint64_t left;           /* bytes of the data for which no request is posted yet */
-  uint64_t unanswered;     /* number of posted requests without a completion */
-  int error;               /* the error of the first request that failed */
-  uint64_t fault;          /* the address in the peer that this request accessed; 0 if the rail has failed */
-  int canceled;            /* whether the agent stopped before the requests were complete */
-  struct Request *request; /* the transfer's request, whose `stands` is called before each post; NULL: a stage */
+  const uint64_t *rows;             /* see proxyccl_transfer_create_by_fabric */
+  Position at;                      /* start of the data for which no request is posted yet */
+  uint64_t left;                    /* bytes of the data for which no request is posted yet */
+  uint64_t unanswered;              /* number of posted requests without a completion */
+  int error;                        /* the error of the first request that failed */
+  uint64_t fault;                   /* the address in the peer that this request accessed; 0 if the rail has failed */
+  int canceled;                     /* whether the agent stopped before the requests were complete */
+  struct Request *request;          /* must stand whenever data is posted; NULL for the data of a stage */
   void (*ended)(struct Rdma *self); /* called when the last request has completed; may free `self` */
 } Rdma;
 
@@ -150,8 +150,6 @@ typedef struct Request {
   ProxycclFault fault;  /* the fault that the refusal reports */
   const Origin *origin; /* the local memory that the peer reads or writes by libfabric; NULL if frames carry the data */
   void (*ended)(struct Request *self); /* called after the last answer, or when the link is lost */
-  int (*stands)(struct Request *self); /* returns 1 if all registrations of the local memory are valid; otherwise sets
-                                          `refusal` and `fault`, and returns 0 */
 } Request;
 
 /* A frame that the peer has not answered. */
@@ -475,8 +473,9 @@ void transfer_answered(Request *request);
 /* Returns 1 if all registrations in the transfer's `guards` are valid. If one is invalid, sets the transfer's `fault`
  * to the first invalid registration, and returns 0. */
 int transfer_stands(ProxycclTransfer *transfer);
-/* Implements `stands` of a request. */
-int transfer_stands_here(Request *request);
+/* Returns 1 if all registrations of the local memory of a request's transfer are valid. If one is invalid, sets the
+ * request's `refusal` and `fault`, and returns 0. */
+int request_stands(Request *request);
 void transfer_end_deregistered(ProxycclTransfer *transfer); /* ends a transfer after transfer_stands has returned 0 */
 void transfer_watch(ProxycclTransfer *transfer);            /* makes the thread poll the transfer */
 int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns); /* see proxyccl_transfer_cancel */

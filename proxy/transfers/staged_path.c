@@ -98,7 +98,7 @@ static void fill_part(StagedTransfer *self, Part *part) {
 static int has_failed(StagedTransfer *self) {
   ProxycclTransfer *transfer = &self->base;
   return transfer->error != 0 || transfer->request.refusal != 0 || transfer->abandoned ||
-         transfer->link->lost != NULL || !transfer_stands_here(&transfer->request);
+         transfer->link->lost != NULL || !request_stands(&transfer->request);
 }
 
 /* Advances a part as far as possible without waiting. Returns 1 if the part's state has changed. */
@@ -259,8 +259,7 @@ ProxycclTransfer *proxyccl_transfer_create_staged(ProxycclAgent *agent, Proxyccl
                               .local = &part->stage,
                               .remote = part->remote,
                               .origin = by_fabric ? &part->origin : NULL,
-                              .ended = part_moved,
-                              .stands = transfer_stands_here};
+                              .ended = part_moved};
     part->stage.iov_base = (void *)(uintptr_t)staging->memory[i];
     part->origin.address = staging->base + i * (uint64_t)PROXYCCL_STAGE_BYTES;
     memcpy(part->origin.keys, staging->keys, sizeof staging->keys);
