@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,9 @@ from proxyccl.device.runtimes import open_driver, open_runtime
 from proxyccl.torch._device_calls import Gpu, StreamMark
 
 _logger = logging.getLogger("proxyccl.torch")
+_POLL_SECONDS = 2e-4
+_SOON_SECONDS = 2e-4
+"""How long a wait on the host only yields the CPU between checks before it sleeps. Most calls end within this time."""
 _lock = threading.Lock()
 _streams: list[GpuStream] = []
 """Free streams. A stream is never destroyed, because torch queries a tensor's streams when it reuses the tensor's
@@ -33,6 +37,19 @@ memory.
 """
 _idle: dict[torch.device, list[Any]] = {}
 _compiling: list[Thread] = []  # the thread that `compile_early` has started
+
+
+def wait_on_host(has_ended: Callable[[], bool], deadline: float) -> bool:
+    """Waits until `has_ended` returns True. Returns False if `deadline`, in seconds of the monotonic clock, has passed
+    before.
+    """
+    soon = time.monotonic() + _SOON_SECONDS
+    while not has_ended():
+        now = time.monotonic()
+        if now > deadline:
+            return False
+        time.sleep(0 if now < soon else _POLL_SECONDS)
+    return True
 
 
 def runtime_name(device: torch.device) -> str:

@@ -16,6 +16,7 @@ from proxyccl.channels.communicator import Communicator
 from proxyccl.device.arrays.dtypes import reduction_dtypes
 from proxyccl.device.arrays.libraries import require_tensor_memory
 from proxyccl.torch._device_calls import StreamMark
+from proxyccl.torch.on_gpu import wait_on_host
 from proxyccl.torch_tensors.flat import flat_view
 from torch.distributed import ReduceOp
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -23,8 +24,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 Tensors = Sequence[torch.Tensor]
 Transfers = tuple[str, Any, Any]
 """The options of a call that consists of transfers, as `FlowCalls.call` (_calls.pyi) takes them."""
-_POLL_SECONDS = 2e-4
-"""How long a barrier sleeps between queries of a GPU."""
 
 # -- tensors as flat, contiguous memory, and back ---
 
@@ -347,11 +346,13 @@ def barrier(comm: Communicator, device: torch.device, marks: Sequence[StreamMark
     """Waits until all ranks have called this function; for a GPU, makes the current stream wait. The host first waits
     until GPUs have passed the marks. If this takes longer than the communicator's time-out, aborts the communicator.
     """
-    deadline = time.monotonic() + comm.timeout
-    for mark in marks:
-        while not mark.query():
-            comm.group.failure.check()
-            if time.monotonic() > deadline:
-                comm.abort(f"a GPU did not complete the work before a barrier within {comm.timeout:g} s")
-            time.sleep(_POLL_SECONDS)
+    failure, deadline = comm.group.failure, time.monotonic() + comm.timeout
+
+    def passed() -> bool:
+        failure.check()
+        return all(mark.query() for mark in marks)
+
+    if not wait_on_host(passed, deadline):
+        comm.abort(f"a GPU did not complete the work before a barrier within {comm.timeout:g} s")
+        failure.check()
     comm.barrier(stream=None if device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device.index))

@@ -18,14 +18,12 @@ from proxyccl.device.process import forks
 from proxyccl.torch._device_calls import QueuedCall, StreamMark
 from proxyccl.torch.errors import as_torch_error, raise_as_torch, torch_errors
 from proxyccl.torch.executor import Executor
+from proxyccl.torch.on_gpu import wait_on_host
 from proxyccl.torch.wrapped_work import registered
 from proxyccl.torch_tensors.untraced import untraced
 
 _NO_LIMIT = timedelta(0)
 _LEAST = timedelta(microseconds=1)
-_POLL_SECONDS = 2e-4
-_SOON_SECONDS = 2e-4
-"""How long a wait on the host only yields the CPU between checks before it sleeps. Most calls end within this time."""
 _futures = threading.Lock()
 """Held while a future is made for a call on a GPU. Programs rarely ask for futures, so all calls share one lock."""
 forks.hold_while_forking(_futures)
@@ -252,12 +250,8 @@ class DeviceWork(_KeptWork):
 
     def _wait_on_host(self, deadline: float, timeout: timedelta) -> None:
         self.raise_failure()
-        soon = time.monotonic() + _SOON_SECONDS
-        while not self._query():
-            now = time.monotonic()
-            if now > deadline:
-                raise _timed_out(timeout)
-            time.sleep(0 if now < soon else _POLL_SECONDS)
+        if not wait_on_host(self._query, deadline):
+            raise _timed_out(timeout)
 
     def _query(self) -> bool:
         return self._call.mark is not None and self._call.mark.query()
